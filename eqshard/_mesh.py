@@ -1,0 +1,390 @@
+"""Meshes as descriptions: names, sizes, axis types; devices only when asked to build."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import EllipsisType
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from ._chip import as_chip, Chip
+from ._errors import FormatError, MeshError, UnknownAxisError
+from ._tree import array_leaves, did_you_mean, shown
+from ._value import header, Reader, Value, whole_number
+
+
+_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
+
+
+class Placement:
+    """Which devices, in mesh order: equal by platform and ids, so that it survives JSON and another process.
+
+    The devices themselves ride along where they are known; devices of a compile-only topology are not among
+    `jax.devices()` and could not be looked up again.
+    """
+
+    def __init__(self, platform: str, ids: tuple[int, ...], devices: tuple[jax.Device, ...] | None = None):
+        self.platform, self.ids, self._devices = platform, ids, devices
+
+    @classmethod
+    def of(cls, devices: Sequence[jax.Device]) -> "Placement":
+        return cls(devices[0].platform, tuple(d.id for d in devices), tuple(devices))
+
+    def devices(self) -> tuple[jax.Device, ...]:
+        if self._devices is not None:
+            return self._devices
+        try:
+            found = {d.id: d for d in jax.devices(self.platform)}
+        except RuntimeError as error:
+            raise MeshError(f"this mesh lies on {self.platform!r} devices, which are not here: {error}") from None
+        missing = [i for i in self.ids if i not in found]
+        if missing:
+            raise MeshError(
+                f"this mesh lies on {self.platform!r} devices {list(self.ids)}; devices {missing} are not here. "
+                "Use `.replace(devices=None)` on the mesh for whatever devices there are."
+            )
+        return tuple(found[i] for i in self.ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and (self.platform, self.ids) == (other.platform, other.ids)
+
+    def __hash__(self) -> int:
+        return hash((self.platform, self.ids))
+
+    def __repr__(self) -> str:
+        return f"{self.platform}:{list(self.ids)}"
+
+    def __reduce__(self) -> Any:  # devices cannot be pickled; their ids can
+        return Placement, (self.platform, self.ids)
+
+
+class MeshSpec(Value):
+    """A device mesh as a value: axis names and sizes, without touching a device.
+
+    ```python
+    import eqshard
+    mesh = eqshard.MeshSpec(data=2, fsdp=4)
+    assert mesh.names == ("data", "fsdp") and mesh.size() == 8
+    mesh.build()      # a jax.sharding.Mesh over this machine's devices
+    mesh.abstract()   # a jax.sharding.AbstractMesh: no devices needed
+    ```
+    """
+
+    axes: tuple[tuple[str, int], ...] = eqx.field(static=True)
+    axis_types: tuple[str, ...] = eqx.field(static=True)
+    dcn: tuple[str, ...] = eqx.field(static=True)
+    chip: Chip | None = eqx.field(static=True)
+    placement: Placement | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        axes: Mapping[str, int] | Iterable[tuple[str, int]] | None = None,
+        /,
+        *,
+        axis_type: str | Mapping[str, str] = "auto",
+        dcn: str | Sequence[str] = (),
+        chip: Chip | str | None = None,
+        devices: Sequence[jax.Device] | Placement | None = None,
+        **sizes: int,
+    ):
+        """**Arguments:**
+
+        - `axes`: axis names to sizes, major first; for names that are no Python identifiers.
+        - `sizes`: the same as keywords. One size may be -1: whatever devices remain.
+        - `axis_type`: `"auto"` (the compiler propagates) or `"explicit"` (layouts are part of types), for all axes or
+            by name.
+        - `dcn`: the axes that cross the slower network between hosts or slices.
+        - `chip`: a name in `eqshard.CHIPS` or an `eqshard.Chip`, for costs.
+        - `devices`: the very devices, in mesh order; by default whatever `build` finds.
+
+        **Raises:**
+
+        - `MeshError`: names or sizes that make no mesh.
+        """
+        pairs = [*(_pairs(axes) if axes is not None else ()), *sizes.items()]
+        names = [name for name, _ in pairs]
+        _check_axes(pairs)
+        self.axes = tuple((name, int(size)) for name, size in pairs)
+        self.axis_types = _axis_types(axis_type, names)
+        self.dcn = tuple(n for n in names if n in ((dcn,) if isinstance(dcn, str) else tuple(dcn)))
+        for name in (dcn,) if isinstance(dcn, str) else dcn:
+            self._known(name)
+        self.chip = as_chip(chip)
+        self.placement = devices if devices is None or isinstance(devices, Placement) else Placement.of(list(devices))
+        if self.placement is not None and len(self.placement.ids) != self.size():
+            raise MeshError(f"`devices` has {len(self.placement.ids)} devices; a mesh {self} needs {self.size()}.")
+
+    def _key(self) -> Any:
+        return self.axes, self.axis_types, self.dcn, self.chip, self.placement
+
+    def __repr__(self) -> str:
+        extra = ""
+        if any(t != "auto" for t in self.axis_types):
+            same = len(set(self.axis_types)) == 1
+            extra += f", axis_type={self.axis_types[0] if same else dict(zip(self.names, self.axis_types))!r}"
+        if self.dcn:
+            extra += f", dcn={self.dcn!r}"
+        if self.chip is not None:
+            extra += f", chip={self.chip.name!r}"
+        if self.placement is not None:
+            extra += f", devices={self.placement}"
+        return "MeshSpec(" + ", ".join(f"{n}={s}" for n, s in self.axes) + extra + ")"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis names to sizes, as on a jax Mesh."""
+        return dict(self.axes)
+
+    def has(self, *names: str) -> bool:
+        """Whether the mesh has all of these axes."""
+        return set(names) <= set(self.names)
+
+    def size(self, names: str | Iterable[str] | None = None) -> int:
+        """The number of devices along the named axes, or in the whole mesh.
+
+        **Raises:**
+
+        - `UnknownAxisError`: no such axis.
+        - `MeshError`: the size of an axis is still open (-1).
+        """
+        wanted = self.names if names is None else (names,) if isinstance(names, str) else tuple(names)
+        size = math.prod(self._known(name) for name in wanted)
+        if size < 0:
+            raise MeshError(f"{self} is open: say for how many devices, as `mesh.resolve(8)` or `mesh.resolve()`.")
+        return size
+
+    def _known(self, name: str) -> int:
+        sizes = self.shape
+        if name not in sizes:
+            raise UnknownAxisError(
+                f"no axis {name!r} in the mesh: its axes are {', '.join(map(repr, sizes))}." + did_you_mean(name, sizes)
+            )
+        return sizes[name]
+
+    def resolve(self, n_devices: int | None = None) -> "MeshSpec":
+        """This mesh with an axis of -1 filled in, for `n_devices` devices (default: all that JAX sees)."""
+        if -1 not in self.sizes:
+            return self
+        n = jax.device_count() if n_devices is None else n_devices
+        fixed = math.prod(s for s in self.sizes if s != -1)
+        if n % fixed or n < fixed:
+            raise MeshError(f"{self} cannot fill its open axis: {n} devices are no multiple of {fixed}.")
+        return self.replace(axes=tuple((name, n // fixed if s == -1 else s) for name, s in self.axes))
+
+    def replace(
+        self,
+        *,
+        axes: Mapping[str, int] | Iterable[tuple[str, int]] | None = None,
+        axis_type: str | Mapping[str, str] | None = None,
+        dcn: str | Sequence[str] | None = None,
+        chip: Chip | str | EllipsisType | None = ...,
+        devices: Sequence[jax.Device] | Placement | EllipsisType | None = ...,
+    ) -> "MeshSpec":
+        """A new mesh with some arguments changed; `chip=None` and `devices=None` forget them."""
+        new = self.axes if axes is None else _pairs(axes)
+        kept = dict(zip(self.names, self.axis_types))
+        return MeshSpec(
+            new,
+            axis_type={n: kept.get(n, "auto") for n, _ in new} if axis_type is None else axis_type,
+            dcn=tuple(n for n in self.dcn if n in dict(new)) if dcn is None else dcn,
+            chip=self.chip if isinstance(chip, EllipsisType) else chip,
+            devices=self.placement if isinstance(devices, EllipsisType) else devices,
+        )
+
+    def abstract(self) -> AbstractMesh:
+        """The `jax.sharding.AbstractMesh`: names, sizes and types, no devices."""
+        self.size()  # an open axis has no abstract mesh
+        return AbstractMesh(self.sizes, self.names, axis_types=self._jax_types())
+
+    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """The `jax.sharding.Mesh`.
+
+        Neighbours in the mesh are neighbours in the hardware as far as its topology allows, and the `dcn` axes are
+        the ones that cross hosts or slices. Of more devices than needed, the first ones are used.
+
+        **Arguments:**
+
+        - `devices`: where to build; default: the devices this mesh was read from or made with, else all that JAX has.
+
+        **Raises:**
+
+        - `MeshError`: there are too few devices.
+        """
+        if devices is None and self.placement is not None:
+            grid = np.array(self.placement.devices(), dtype=object).reshape(self.sizes)
+            return Mesh(grid, self.names, axis_types=self._jax_types())
+        found = list(jax.devices() if devices is None else devices)
+        spec = self.resolve(len(found))
+        if len(found) < spec.size():
+            raise MeshError(
+                f"{spec} needs {spec.size()} devices; there are {len(found)} ({found[0].platform}). To simulate more "
+                f'on a CPU, call `jax.config.update("jax_num_cpu_devices", {spec.size()})` before JAX is first used.'
+            )
+        grid = _device_grid(spec, found[: spec.size()])
+        return Mesh(grid, spec.names, axis_types=spec._jax_types())
+
+    def _jax_types(self) -> tuple[AxisType, ...]:
+        return tuple(_TYPES[t] for t in self.axis_types)
+
+    @classmethod
+    def of(cls, x: Any, /) -> "MeshSpec":
+        """The mesh of a jax Mesh, AbstractMesh, NamedSharding, sharded array, tracer, plan, or tree of any of these.
+
+        ```python
+        import eqshard, jax
+        mesh = jax.make_mesh((2, 4), ("data", "tp"))
+        assert eqshard.MeshSpec.of(mesh).shape == {"data": 2, "tp": 4}
+        ```
+
+        **Raises:**
+
+        - `MeshError`: there is none, or leaves of a tree lie on different ones.
+        """
+        found = _mesh_of(x)
+        if found is not None:
+            return found
+        seen: dict[MeshSpec, str] = {}
+        for path, leaf in array_leaves(x):
+            spec = _mesh_of(leaf)
+            if spec is not None:
+                seen.setdefault(spec, path)
+        if len(seen) > 1:
+            (one, path), (two, other) = list(seen.items())[:2]
+            raise MeshError(f"leaves lie on different meshes: {shown(path)} on {one}, {shown(other)} on {two}.")
+        if not seen:
+            raise MeshError(f"found no mesh in a {type(x).__name__}: no leaf has a NamedSharding.")
+        return next(iter(seen))
+
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = header("mesh") | {"axes": [list(pair) for pair in self.axes]}
+        if any(t != "auto" for t in self.axis_types):
+            data["axis_types"] = list(self.axis_types)
+        if self.dcn:
+            data["dcn"] = list(self.dcn)
+        if self.chip is not None:
+            data["chip"] = self.chip.to_dict()
+        if self.placement is not None:
+            data["devices"] = {"platform": self.placement.platform, "ids": list(self.placement.ids)}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "MeshSpec":
+        read = Reader(data, "mesh")
+        read.header()
+        read.only("format", "version", "axes", "axis_types", "dcn", "chip", "devices")
+        axes = read.get("axes", list)
+        for pair in axes:
+            if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise FormatError("mesh: `axes` must be a list of [name, size] pairs.")
+            if pair[1] != -1:
+                whole_number(pair[1], f"mesh axis {pair[0]!r}", least=1, most=2**31 - 1)
+        types = read.strings("axis_types", ()) or ("auto",) * len(axes)
+        if len(types) != len(axes):
+            raise FormatError(f"mesh: {len(types)} axis_types for {len(axes)} axes.")
+        chip = read.get("chip", Mapping, None)
+        try:
+            return cls(
+                [(name, size) for name, size in axes],
+                axis_type={pair[0]: t for pair, t in zip(axes, types)},
+                dcn=read.strings("dcn", ()),
+                chip=None if chip is None else Chip.from_dict(chip),
+                devices=_read_placement(read.get("devices", Mapping, None)),
+            )
+        except (MeshError, UnknownAxisError) as error:
+            raise FormatError(f"mesh: {error}") from None
+
+
+MeshLike = MeshSpec | Mesh | AbstractMesh
+
+
+def _pairs(axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    return tuple(axes.items()) if isinstance(axes, Mapping) else tuple(axes)
+
+
+def _check_axes(pairs: list[tuple[str, int]]) -> None:
+    if not pairs:
+        raise MeshError("a mesh needs at least one axis, as in `MeshSpec(data=8)`.")
+    names = [name for name, _ in pairs]
+    for name, size in pairs:
+        if not isinstance(name, str) or not name:
+            raise MeshError(f"an axis name must be a string, got {name!r}.")
+        whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+        if not whole or (size < 1 and size != -1):
+            raise MeshError(f"axis {name!r} has size {size!r}: sizes are positive, or -1 for whatever devices remain.")
+        if names.count(name) > 1:
+            raise MeshError(f"axis {name!r} is given twice.")
+    if sum(size == -1 for _, size in pairs) > 1:
+        raise MeshError("only one axis may have size -1.")
+
+
+def _axis_types(axis_type: str | Mapping[str, str], names: list[str]) -> tuple[str, ...]:
+    by_name = dict.fromkeys(names, axis_type) if isinstance(axis_type, str) else dict(axis_type)
+    for name, kind in by_name.items():
+        if name not in names:
+            raise UnknownAxisError(f"`axis_type` names {name!r}; the axes are {', '.join(names)}.")
+        if kind not in _TYPES:
+            raise MeshError(f"`axis_type` {kind!r} is none of {', '.join(map(repr, _TYPES))}.")
+    return tuple(str(by_name.get(name, "auto")) for name in names)
+
+
+def _mesh_of(x: Any) -> MeshSpec | None:
+    if isinstance(x, MeshSpec):
+        return x
+    if isinstance(x, (Mesh, AbstractMesh)):
+        if not x.axis_names:
+            return None
+        names = {kind: name for name, kind in _TYPES.items()}
+        return MeshSpec(
+            [(str(n), int(s)) for n, s in x.shape.items()],
+            axis_type={str(n): names[t] for n, t in zip(x.axis_names, x.axis_types)},
+            devices=list(x.devices.flat) if isinstance(x, Mesh) else None,
+        )
+    if isinstance(x, NamedSharding):
+        return _mesh_of(x.mesh)
+    if isinstance(x, Tracer):
+        return _mesh_of(jax.typeof(x).sharding.mesh)
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+        return _mesh_of(x.sharding)
+    if isinstance(getattr(x, "mesh", None), MeshSpec):  # a plan
+        return x.mesh
+    return None
+
+
+def _device_grid(spec: MeshSpec, devices: list[jax.Device]) -> np.ndarray:
+    slices = {getattr(d, "slice_index", None) for d in devices}
+    by_process = len(slices) == 1
+    granules = len({d.process_index for d in devices}) if by_process else len(slices)
+    if spec.dcn and granules > 1:
+        across = tuple(s if n in spec.dcn else 1 for n, s in spec.axes)
+        within = tuple(1 if n in spec.dcn else s for n, s in spec.axes)
+        if math.prod(across) != granules:
+            raise MeshError(
+                f"the `dcn` axes {', '.join(spec.dcn)} of {spec} span {math.prod(across)} groups of devices; there are "
+                f"{granules} {'processes' if by_process else 'slices'} of {len(devices) // granules} devices."
+            )
+        return mesh_utils.create_hybrid_device_mesh(
+            within, across, devices, process_is_granule=by_process, allow_split_physical_axes=True
+        )
+    return mesh_utils.create_device_mesh(spec.sizes, devices, allow_split_physical_axes=True)
+
+
+def _read_placement(data: Mapping[str, Any] | None) -> Placement | None:
+    if data is None:
+        return None
+    read = Reader(data, "mesh", "mesh devices")
+    read.only("platform", "ids")
+    ids = tuple(whole_number(i, "mesh devices") for i in read.get("ids", list))
+    return Placement(read.get("platform", str), ids)

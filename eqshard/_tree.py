@@ -1,0 +1,90 @@
+"""Trees: which leaves are arrays, what they are called, how large they are."""
+
+import difflib
+from collections.abc import Hashable, Iterable
+from typing import Any, TypeGuard
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
+
+
+# numpy kinds that no device can hold: object, text, bytes, dates.
+_HOST_ONLY = frozenset("OUSMm")
+
+
+def is_array(x: object) -> TypeGuard[Any]:
+    """Whether `x` is a leaf that a plan lays out.
+
+    JAX arrays, tracers, `jax.ShapeDtypeStruct`s, and numpy arrays of a dtype that a device can hold. To be used as
+    the filter of `equinox.filter` and `equinox.partition`; `equinox.is_array` says no to numpy arrays and structs.
+
+    ```python
+    import eqshard, numpy as np
+    assert eqshard.is_array(np.ones(3))
+    assert not eqshard.is_array(np.array(["a"]))
+    assert not eqshard.is_array(3.0)
+    ```
+    """
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+        return True
+    return isinstance(x, np.ndarray) and x.dtype.kind not in _HOST_ONLY and x.dtype.names is None
+
+
+def path_name(path: Iterable[Hashable]) -> str:
+    """The name of a leaf: `.layers[0].weight`, `['a']['b']`; the empty string if the tree is a leaf."""
+    return jtu.keystr(tuple(path))  # pyright: ignore[reportArgumentType]
+
+
+def shown(path: str) -> str:
+    """A path as errors and tables print it."""
+    return f"`{path}`" if path else "the tree itself (a single leaf)"
+
+
+def array_leaves(tree: PyTree[Any]) -> list[tuple[str, Any]]:
+    """The array leaves of `tree` with their names, in tree order."""
+    return [(path_name(path), leaf) for path, leaf in jtu.tree_flatten_with_path(tree)[0] if is_array(leaf)]
+
+
+def map_arrays(fn: Any, tree: PyTree[Any]) -> PyTree[Any]:
+    """A tree like `eqx.filter(tree, is_array)`, with `fn` of each array in its place."""
+    return jtu.tree_map(lambda x: fn(x) if is_array(x) else None, tree)
+
+
+def dtype_name(x: Any) -> str:
+    """The name of an array's dtype, also of extended ones: `float32`, `int4`, `key<fry>`."""
+    return str(x.dtype.name)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes that one element of a dtype takes on a device."""
+    if dtype.startswith("key<"):  # typed PRNG keys: two words of threefry, four of the others that JAX ships
+        return 8 if dtype == "key<fry>" else 16
+    return int(np.dtype(dtype).itemsize)
+
+
+def type_text(shape: tuple[int, ...], dtype: str) -> str:
+    """`float32[50257,768]`."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """A list for an error message: the first few, and how many more."""
+    names = list(names)
+    rest = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def size_text(n: float) -> str:
+    """Bytes for people: `135.1 MB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(n) < 1000 or unit == "TB":
+            return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    raise AssertionError("unreachable")

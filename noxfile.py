@@ -1,0 +1,91 @@
+"""Everything that is run on this project: `nox -l` lists it."""
+
+import pathlib
+import shutil
+
+import nox
+
+
+nox.options.sessions = ["tests", "lint", "types"]
+nox.options.reuse_existing_virtualenvs = True
+
+TEST = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test")
+
+
+def _install(session: nox.Session, *more: str) -> None:
+    session.install("-e", ".[rich]", *TEST, *more)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Trains a small transformer over 8 simulated devices."""
+    session.install("-e", ".[rich]", "optax")
+    session.run("python", "examples/quickstart.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The test suite, on this Python and the newest JAX that it can have."""
+    _install(session)
+    session.run("pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session(python="3.11")
+def tests_oldest(session: nox.Session) -> None:
+    """The suite on the oldest supported pair."""
+    _install(session, "jax==0.10.*")
+    session.run("pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session(python="3.13")
+def tests_newest(session: nox.Session) -> None:
+    """The suite on the newest supported pair."""
+    _install(session)
+    session.install("--upgrade", "jax")
+    session.run("pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """The laws with many more examples."""
+    _install(session)
+    session.run("pytest", "-n", "auto", "--hypothesis-profile=nightly", "tests/test_laws.py", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, by ruff."""
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types, by pyright."""
+    _install(session, "nox", *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "types"))
+    session.run("pyright")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Speed as ratios against named peers: `nox -s bench -- apply`."""
+    _install(session)
+    names = session.posargs or sorted(p.stem for p in pathlib.Path("tests/benchmarks").glob("[a-z]*.py"))
+    for name in names:
+        session.run("python", f"tests/benchmarks/{name}.py")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Makes the wheel and the sdist, and imports the wheel in an empty environment, without extras."""
+    session.install("build")
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", "dist")
+    wheel = next(pathlib.Path("dist").glob("*.whl"))
+    empty = pathlib.Path(session.create_tmp()) / "empty"
+    session.run("python", "-m", "venv", "--clear", str(empty))
+    python = str(empty / "bin" / "python")
+    session.run(python, "-m", "pip", "install", "-q", str(wheel.resolve()), external=True)
+    with session.chdir(session.create_tmp()):
+        session.run(python, "-c", "import eqshard; print('eqshard', eqshard.__version__)", external=True)
