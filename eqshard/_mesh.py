@@ -18,6 +18,8 @@ from ._tree import array_leaves, did_you_mean, shown
 from ._value import header, Reader, Value, whole_number
 
 
+Device = Any  # jax.Device, which is no type to type checkers
+
 _TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
 
 
@@ -28,14 +30,14 @@ class Placement:
     `jax.devices()` and could not be looked up again.
     """
 
-    def __init__(self, platform: str, ids: tuple[int, ...], devices: tuple[jax.Device, ...] | None = None):
+    def __init__(self, platform: str, ids: tuple[int, ...], devices: tuple[Device, ...] | None = None):
         self.platform, self.ids, self._devices = platform, ids, devices
 
     @classmethod
-    def of(cls, devices: Sequence[jax.Device]) -> "Placement":
+    def of(cls, devices: Sequence[Device]) -> "Placement":
         return cls(devices[0].platform, tuple(d.id for d in devices), tuple(devices))
 
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         if self._devices is not None:
             return self._devices
         try:
@@ -89,7 +91,7 @@ class MeshSpec(Value):
         axis_type: str | Mapping[str, str] = "auto",
         dcn: str | Sequence[str] = (),
         chip: Chip | str | None = None,
-        devices: Sequence[jax.Device] | Placement | None = None,
+        devices: Sequence[Device] | Placement | None = None,
         **sizes: int,
     ):
         """**Arguments:**
@@ -191,7 +193,7 @@ class MeshSpec(Value):
         axis_type: str | Mapping[str, str] | None = None,
         dcn: str | Sequence[str] | None = None,
         chip: Chip | str | EllipsisType | None = ...,
-        devices: Sequence[jax.Device] | Placement | EllipsisType | None = ...,
+        devices: Sequence[Device] | Placement | EllipsisType | None = ...,
     ) -> "MeshSpec":
         """A new mesh with some arguments changed; `chip=None` and `devices=None` forget them."""
         new = self.axes if axes is None else _pairs(axes)
@@ -209,7 +211,7 @@ class MeshSpec(Value):
         self.size()  # an open axis has no abstract mesh
         return AbstractMesh(self.sizes, self.names, axis_types=self._jax_types())
 
-    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def build(self, devices: Sequence[Device] | None = None) -> Mesh:
         """The `jax.sharding.Mesh`.
 
         Neighbours in the mesh are neighbours in the hardware as far as its topology allows, and the `dcn` axes are
@@ -311,7 +313,8 @@ MeshLike = MeshSpec | Mesh | AbstractMesh
 
 
 def _pairs(axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    return tuple(axes.items()) if isinstance(axes, Mapping) else tuple(axes)
+    pairs: Any = axes.items() if isinstance(axes, Mapping) else axes
+    return tuple(pairs)
 
 
 def _check_axes(pairs: list[tuple[str, int]]) -> None:
@@ -363,7 +366,7 @@ def _mesh_of(x: Any) -> MeshSpec | None:
     return None
 
 
-def _device_grid(spec: MeshSpec, devices: list[jax.Device]) -> np.ndarray:
+def _device_grid(spec: MeshSpec, devices: list[Device]) -> np.ndarray:
     slices = {getattr(d, "slice_index", None) for d in devices}
     by_process = len(slices) == 1
     granules = len({d.process_index for d in devices}) if by_process else len(slices)
