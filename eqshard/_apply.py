@@ -1,7 +1,7 @@
 """Placing trees: the same call eagerly, under jit, on any axis type, over shapes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, PyTree
 from ._errors import MeshError, MismatchError, ShardingError, UnknownAxisError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, match, named_shardings, replicated_plan, ShardingPlan
+from ._put import fetch, is_here, is_key, put
 from ._spec import canonical, check, entry_axes, fit_spec, UNCONSTRAINED
 from ._tree import array_leaves, dtype_name, map_arrays, shown
 
@@ -91,7 +92,7 @@ def _put(
         asked.append((i, where[key]))
     if not arrays:
         return
-    moved = jax.device_put(arrays, shardings, donate=donate)
+    moved = put(arrays, shardings, donate=donate)
     for i, j in asked:
         row = order[i]
         assert row is not None
@@ -102,7 +103,7 @@ def _put(
 def _lies(x: jax.Array, target: NamedSharding) -> bool:
     if x.sharding is target or x.sharding == target:
         return True
-    return _is_key(x) and x.sharding.is_equivalent_to(target, x.ndim)  # keys never have a canonical spec
+    return is_key(x) and x.sharding.is_equivalent_to(target, x.ndim)  # keys never have a canonical spec
 
 
 def _settled(sharding: NamedSharding, x: Any) -> NamedSharding:
@@ -220,10 +221,12 @@ def replicate(tree: PyTree[Any], mesh: MeshLike) -> PyTree[Any]:
     return apply(replicated_plan(tree, mesh), tree)
 
 
-def gather(tree: PyTree[Any]) -> PyTree[Any]:
+def gather(tree: PyTree[Any], *, to: Literal["all"] | int | None = None) -> PyTree[Any]:
     """Brings every array leaf of `tree` whole to the host, as numpy.
 
     Typed PRNG keys, which numpy cannot hold, become arrays on one device. `jax.ShapeDtypeStruct`s lose their sharding.
+    Arrays of which other processes hold parts are sent only if `to` asks for it, one after the other; all processes
+    must then make the call.
 
     ```python
     import eqshard, numpy as np
@@ -232,18 +235,33 @@ def gather(tree: PyTree[Any]) -> PyTree[Any]:
     assert (eqshard.gather(placed)["x"] == tree["x"]).all()
     ```
 
+    **Arguments:**
+
+    - `to`: `"all"`: every process gets every array; or the index of the process that does: on the others each jax
+        array becomes a `jax.ShapeDtypeStruct`.
+
     **Raises:**
 
-    - `ShardingError`: a leaf is traced, or a part of it lies in another process.
+    - `ShardingError`: a leaf is traced; or a part of it lies in another process, and `to` is not given.
     """
     leaves, treedef = jtu.tree_flatten(tree)
+    if isinstance(to, int) and not 0 <= to < jax.process_count():
+        raise ShardingError(f"`to={to}` is no process: there are {jax.process_count()}.")
     for path, x in array_leaves(tree):
         if isinstance(x, Tracer):
             raise ShardingError(f"cannot gather {shown(path)} to the host: it is being traced. Use `replicate` in jit.")
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            raise ShardingError(f"cannot gather {shown(path)}: part of it lies in another process.")
-    keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if _is_key(x)}
-    host: list[Any] = jax.device_get([jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)])
+        if isinstance(x, jax.Array) and to is None and not is_here(x):
+            raise ShardingError(
+                f"cannot gather {shown(path)}: part of it lies in another process. Let every process call "
+                '`gather(tree, to="all")` to have it everywhere, or `gather(tree, to=0)` to have it in process 0.'
+            )
+    keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
+    data = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
+    host: list[Any] = [fetch(x) if isinstance(x, jax.Array) and not is_here(x) else x for x in data]
+    if isinstance(to, int) and jax.process_index() != to:
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves]
+        host = leaves
+    host = jax.device_get(host)
     for i, x in enumerate(leaves):
         if isinstance(x, jax.ShapeDtypeStruct):
             host[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
@@ -252,10 +270,6 @@ def gather(tree: PyTree[Any]) -> PyTree[Any]:
         elif not isinstance(x, jax.Array):
             host[i] = x
     return jtu.tree_unflatten(treedef, host)
-
-
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def shard_and_gather_fns(

@@ -8,7 +8,7 @@ import equinox as eqx
 
 from ._errors import MeshError
 from ._tree import did_you_mean
-from ._value import Reader, Value
+from ._value import positive_number, Reader, Value
 
 
 class Chip(Value):
@@ -22,12 +22,12 @@ class Chip(Value):
     """
 
     name: str = eqx.field(static=True)
-    flops: float = eqx.field(static=True)
+    flops: float = eqx.field(static=True, converter=float)
     """Peak bfloat16 FLOP/s."""
-    hbm_bytes: float = eqx.field(static=True)
-    hbm_bandwidth: float = eqx.field(static=True)
+    hbm_bytes: float = eqx.field(static=True, converter=float)
+    hbm_bandwidth: float = eqx.field(static=True, converter=float)
     """Bytes a second."""
-    link_bandwidth: float = eqx.field(static=True)
+    link_bandwidth: float = eqx.field(static=True, converter=float)
     """Bytes a second of one link, one way."""
 
     def _key(self) -> Any:
@@ -47,7 +47,7 @@ class Chip(Value):
         read = Reader(data, "chip")
         numbers = ("flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth")
         read.only("name", *numbers)
-        return cls(read.get("name", str), *(float(read.get(n, (int, float))) for n in numbers))
+        return cls(read.get("name", str), *(positive_number(read.get(n, (int, float)), f"chip {n}") for n in numbers))
 
 
 # Published peaks of one chip: bf16 FLOP/s, HBM bytes, HBM B/s, B/s of one link one way.

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import mesh_utils
@@ -14,12 +15,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from ._chip import as_chip, Chip
 from ._errors import FormatError, MeshError, UnknownAxisError
-from ._tree import array_leaves, did_you_mean, shown
+from ._tree import did_you_mean, path_name, shown
 from ._value import header, Reader, Value, whole_number
 
 
 Device = Any  # jax.Device, which is no type to type checkers
 
+_MOST_AXES = 64  # dimensions of a numpy array
 _TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
 
 
@@ -109,17 +111,24 @@ class MeshSpec(Value):
         - `MeshError`: names or sizes that make no mesh.
         """
         pairs = [*(_pairs(axes) if axes is not None else ()), *sizes.items()]
-        names = [name for name, _ in pairs]
         _check_axes(pairs)
+        names = [name for name, _ in pairs]
+        placement = devices if devices is None or isinstance(devices, Placement) else Placement.of(list(devices))
         self.axes = tuple((name, int(size)) for name, size in pairs)
+        if placement is not None:
+            self.axes = _filled(self.axes, len(placement.ids))
         self.axis_types = _axis_types(axis_type, names)
-        self.dcn = tuple(n for n in names if n in ((dcn,) if isinstance(dcn, str) else tuple(dcn)))
-        for name in (dcn,) if isinstance(dcn, str) else dcn:
+        slow = (dcn,) if isinstance(dcn, str) else tuple(dcn)
+        for name in slow:
             self._known(name)
+        self.dcn = tuple(n for n in names if n in slow)
         self.chip = as_chip(chip)
-        self.placement = devices if devices is None or isinstance(devices, Placement) else Placement.of(list(devices))
-        if self.placement is not None and len(self.placement.ids) != self.size():
-            raise MeshError(f"`devices` has {len(self.placement.ids)} devices; a mesh {self} needs {self.size()}.")
+        self.placement = placement
+        if placement is not None and len(placement.ids) != self.size():
+            raise MeshError(
+                f"`devices` has {len(placement.ids)} devices; a mesh of {' x '.join(map(str, self.sizes))} needs "
+                f"{self.size()}."
+            )
 
     def _key(self) -> Any:
         return self.axes, self.axis_types, self.dcn, self.chip, self.placement
@@ -180,11 +189,7 @@ class MeshSpec(Value):
         """This mesh with an axis of -1 filled in, for `n_devices` devices (default: all that JAX sees)."""
         if -1 not in self.sizes:
             return self
-        n = jax.device_count() if n_devices is None else n_devices
-        fixed = math.prod(s for s in self.sizes if s != -1)
-        if n % fixed or n < fixed:
-            raise MeshError(f"{self} cannot fill its open axis: {n} devices are no multiple of {fixed}.")
-        return self.replace(axes=tuple((name, n // fixed if s == -1 else s) for name, s in self.axes))
+        return self.replace(axes=_filled(self.axes, jax.device_count() if n_devices is None else n_devices))
 
     def replace(
         self,
@@ -245,6 +250,9 @@ class MeshSpec(Value):
     def of(cls, x: Any, /) -> "MeshSpec":
         """The mesh of a jax Mesh, AbstractMesh, NamedSharding, sharded array, tracer, plan, or tree of any of these.
 
+        A MeshSpec is itself, with an axis of -1 filled in for the devices that JAX has. Of a Mesh whose devices are
+        the ones that `build` would choose, in that order, only the description is kept.
+
         ```python
         import eqshard, jax
         mesh = jax.make_mesh((2, 4), ("data", "tp"))
@@ -259,15 +267,17 @@ class MeshSpec(Value):
         if found is not None:
             return found
         seen: dict[MeshSpec, str] = {}
-        for path, leaf in array_leaves(x):
+        for path, leaf in jtu.tree_flatten_with_path(x, is_leaf=lambda node: isinstance(node, Value))[0]:
             spec = _mesh_of(leaf)
             if spec is not None:
-                seen.setdefault(spec, path)
+                seen.setdefault(spec, path_name(path))
         if len(seen) > 1:
             (one, path), (two, other) = list(seen.items())[:2]
             raise MeshError(f"leaves lie on different meshes: {shown(path)} on {one}, {shown(other)} on {two}.")
         if not seen:
-            raise MeshError(f"found no mesh in a {type(x).__name__}: no leaf has a NamedSharding.")
+            raise MeshError(
+                f"found no mesh in a {type(x).__name__}: no leaf has a NamedSharding. Pass a MeshSpec or a jax Mesh."
+            )
         return next(iter(seen))
 
     def to_dict(self) -> dict[str, Any]:
@@ -293,6 +303,7 @@ class MeshSpec(Value):
                 raise FormatError("mesh: `axes` must be a list of [name, size] pairs.")
             if pair[1] != -1:
                 whole_number(pair[1], f"mesh axis {pair[0]!r}", least=1, most=2**31 - 1)
+        whole_number(math.prod(abs(size) for _, size in axes), "mesh: number of devices", most=2**31 - 1)
         types = read.strings("axis_types", ()) or ("auto",) * len(axes)
         if len(types) != len(axes):
             raise FormatError(f"mesh: {len(types)} axis_types for {len(axes)} axes.")
@@ -320,6 +331,8 @@ def _pairs(axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> tuple[tuple[s
 def _check_axes(pairs: list[tuple[str, int]]) -> None:
     if not pairs:
         raise MeshError("a mesh needs at least one axis, as in `MeshSpec(data=8)`.")
+    if len(pairs) > _MOST_AXES:
+        raise MeshError(f"a mesh has at most {_MOST_AXES} axes, got {len(pairs)}.")
     names = [name for name, _ in pairs]
     for name, size in pairs:
         if not isinstance(name, str) or not name:
@@ -331,6 +344,20 @@ def _check_axes(pairs: list[tuple[str, int]]) -> None:
             raise MeshError(f"axis {name!r} is given twice.")
     if sum(size == -1 for _, size in pairs) > 1:
         raise MeshError("only one axis may have size -1.")
+
+
+def _filled(axes: tuple[tuple[str, int], ...], n: int) -> tuple[tuple[str, int], ...]:
+    """`axes` over `n` devices, with the size of -1 filled in."""
+    open_axis = next((name for name, size in axes if size == -1), None)
+    if open_axis is None:
+        return axes
+    fixed = math.prod(size for _, size in axes if size != -1)
+    if n % fixed or n < fixed:
+        raise MeshError(
+            f"axis {open_axis!r} of size -1 cannot be filled in: the other axes take {fixed} devices, and {n} is no "
+            f"multiple of {fixed}."
+        )
+    return tuple((name, n // fixed if size == -1 else size) for name, size in axes)
 
 
 def _axis_types(axis_type: str | Mapping[str, str], names: list[str]) -> tuple[str, ...]:
@@ -345,16 +372,9 @@ def _axis_types(axis_type: str | Mapping[str, str], names: list[str]) -> tuple[s
 
 def _mesh_of(x: Any) -> MeshSpec | None:
     if isinstance(x, MeshSpec):
-        return x
+        return x.resolve()
     if isinstance(x, (Mesh, AbstractMesh)):
-        if not x.axis_names:
-            return None
-        names = {kind: name for name, kind in _TYPES.items()}
-        return MeshSpec(
-            [(str(n), int(s)) for n, s in x.shape.items()],
-            axis_type={str(n): names[t] for n, t in zip(x.axis_names, x.axis_types)},
-            devices=list(x.devices.flat) if isinstance(x, Mesh) else None,
-        )
+        return _described(x) if x.axis_names else None
     if isinstance(x, NamedSharding):
         return _mesh_of(x.mesh)
     if isinstance(x, Tracer):
@@ -364,6 +384,24 @@ def _mesh_of(x: Any) -> MeshSpec | None:
     if isinstance(getattr(x, "mesh", None), MeshSpec):  # a plan
         return x.mesh
     return None
+
+
+def _described(mesh: Mesh | AbstractMesh) -> MeshSpec:
+    names = {kind: name for name, kind in _TYPES.items()}
+    spec = MeshSpec(
+        [(str(n), int(s)) for n, s in mesh.shape.items()],
+        axis_type={str(n): names[t] for n, t in zip(mesh.axis_names, mesh.axis_types)},
+    )
+    if isinstance(mesh, AbstractMesh):
+        return spec
+    devices = list(mesh.devices.flat)
+    return spec if _chosen(spec, devices) else spec.replace(devices=devices)
+
+
+def _chosen(spec: MeshSpec, devices: list[Device]) -> bool:
+    """Whether `spec.build()` would take these very devices in this order."""
+    here = jax.devices()[: len(devices)]
+    return set(here) == set(devices) and list(_device_grid(spec, here).flat) == devices
 
 
 def _device_grid(spec: MeshSpec, devices: list[Device]) -> np.ndarray:

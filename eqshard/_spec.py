@@ -104,10 +104,11 @@ def shard_shape(shape: Iterable[int], spec: PartitionSpec, mesh: MeshLike) -> tu
     """
     shape, sizes = tuple(shape), MeshSpec.of(mesh).shape
     check(spec, shape, sizes)
-    return _cut(shape, spec, sizes)
+    return cut(shape, spec, sizes)
 
 
-def _cut(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def cut(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """`shard_shape`, for a spec that was checked."""
     entries = tuple(spec)[: len(shape)]
     split = tuple(math.prod(sizes[a] for a in entry_axes(entry)) for entry in entries)
     return tuple(dim // n for dim, n in zip(shape, split)) + shape[len(split) :]
@@ -194,7 +195,7 @@ def _ways_out(
     if dtype:
         whole = math.prod(shape) * itemsize(dtype)
         ideal = whole / math.prod(sizes[a] for e in spec for a in entry_axes(e))
-        real = math.prod(_cut(shape, fit, sizes)) * itemsize(dtype)
+        real = math.prod(cut(shape, fit, sizes)) * itemsize(dtype)
         give_up += f" (+{size_text(real - ideal)} per device)"
     return [*ways, give_up]
 

@@ -1,12 +1,14 @@
 """Trees: which leaves are arrays, what they are called, how large they are."""
 
 import difflib
+import re
 from collections.abc import Hashable, Iterable
 from typing import Any, TypeGuard
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 
@@ -52,6 +54,11 @@ def map_arrays(fn: Any, tree: PyTree[Any]) -> PyTree[Any]:
     return jtu.tree_map(lambda x: fn(x) if is_array(x) else None, tree)
 
 
+def manual_axes(x: Any) -> frozenset[str]:
+    """The mesh axes of the `shard_map` that a tracer is in; of anything else none."""
+    return frozenset(jax.typeof(x).sharding.mesh.manual_axes) if isinstance(x, Tracer) else frozenset()
+
+
 def dtype_name(x: Any) -> str:
     """The name of an array's dtype, also of extended ones: `float32`, `int4`, `key<fry>`."""
     return str(x.dtype.name)
@@ -62,6 +69,19 @@ def itemsize(dtype: str) -> int:
     if dtype.startswith("key<"):  # typed PRNG keys: two words of threefry, four of the others that JAX ships
         return 8 if dtype == "key<fry>" else 16
     return int(np.dtype(dtype).itemsize)
+
+
+_DTYPE = re.compile(r"bool|u?int\d+|b?float\w+|complex\d+")
+
+
+def is_dtype_name(name: str) -> bool:
+    """Whether `name` is what `dtype_name` may give; numpy itself reads many other texts as dtypes."""
+    if re.fullmatch(r"key<\w+>", name):
+        return True
+    try:
+        return _DTYPE.fullmatch(name) is not None and np.dtype(name).name == name
+    except TypeError:
+        return False
 
 
 def type_text(shape: tuple[int, ...], dtype: str) -> str:
@@ -81,7 +101,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def size_text(n: float) -> str:
+def size_text(n: int | float) -> str:
     """Bytes for people: `135.1 MB`."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(n) < 1000 or unit == "TB":

@@ -57,14 +57,21 @@ class Value(eqx.Module):
         - `FormatError`: the text is no JSON, or not of this type or version.
         """
         try:
-            data = json.loads(text, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
+            data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        except (ValueError, TypeError, RecursionError) as error:
             raise FormatError(f"cannot read a {cls.__name__}: not a JSON text ({error}).") from None
         return cls.from_dict(data)
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        raise ValueError("an object has a field twice")
+    return data
 
 
 def digest(data: Any) -> str:
@@ -84,9 +91,9 @@ class Reader:
     def header(self) -> None:
         """Checks that this is a file of our kind and of a version that we know."""
         found = self.data.get("format"), self.data.get("version")
-        if found[0] != f"eqshard.{self.kind}":
+        if not isinstance(found[0], str) or found[0] != f"eqshard.{self.kind}":
             raise FormatError(f"not an eqshard {self.kind}: `format` is {short(found[0])}, not 'eqshard.{self.kind}'.")
-        if found[1] != VERSION or isinstance(found[1], bool):
+        if type(found[1]) is not int or found[1] != VERSION:
             raise FormatError(
                 f"eqshard {self.kind} of version {short(found[1])}: this eqshard reads version {VERSION}."
             )
@@ -128,6 +135,13 @@ def whole_number(value: Any, where: str, least: int = 0, most: int = 2**63 - 1) 
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise FormatError(f"{where}: expected a whole number from {least} to {most}, got {short(value)}.")
     return value
+
+
+def positive_number(value: int | float, where: str) -> float:
+    """`value`, if it is a number that a speed or an amount can be."""
+    if not 0 < value < 1e300:  # false of NaN too
+        raise FormatError(f"{where}: expected a positive number, got {short(value)}.")
+    return float(value)
 
 
 def short(value: Any) -> str:

@@ -1,0 +1,122 @@
+"""Which leaf of a tree is which row of a plan, and the shardings of the rows; both computed once."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from ._errors import MismatchError, ShardingError
+from ._leaf import LeafPlan
+from ._mesh import MeshSpec
+from ._spec import canonical, check, cut
+from ._tree import dtype_name, is_array, manual_axes, path_name, shown, some, type_text
+
+
+class Rows(tuple[LeafPlan, ...]):
+    """The rows, with what is dear to compute kept beside them: the hash, the index, the shardings."""
+
+    by_path: dict[str, LeafPlan]
+    memo: dict[Any, Any]
+
+    def __new__(cls, leaves: Iterable[LeafPlan]) -> "Rows":
+        self = super().__new__(cls, leaves)
+        self.by_path = {leaf.path: leaf for leaf in self}
+        self.memo = {}
+        return self
+
+    def __hash__(self) -> int:
+        if "hash" not in self.memo:
+            self.memo["hash"] = tuple.__hash__(self)
+        return self.memo["hash"]
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Rows) and hash(self) == hash(other) and tuple.__eq__(self, other)
+
+    def __reduce__(self) -> Any:
+        return Rows, (tuple(self),)
+
+
+def match_rows(rows: Rows, mesh: MeshSpec, leaves: list[Any], treedef: Any) -> list[int | None]:
+    """For each leaf of a tree the number of its row in the plan; None for leaves that are no arrays.
+
+    **Raises:**
+
+    - `MismatchError`: a leaf is missing, too many, or of another shape or dtype.
+    """
+    known = rows.memo.get("match")
+    if known is None or known[0] != treedef or known[1] != [is_array(x) for x in leaves]:
+        order = _match_paths(rows, leaves, treedef)
+        known = rows.memo["match"] = treedef, [i is not None for i in order], order
+    for x, i in zip(leaves, known[2]):
+        if i is not None and (x.shape != rows[i].shape or x.dtype.name != rows[i].dtype or isinstance(x, Tracer)):
+            _check_types(rows, mesh, leaves, known[2])
+            break
+    return known[2]
+
+
+def _match_paths(rows: Rows, leaves: list[Any], treedef: Any) -> list[int | None]:
+    numbers = {leaf.path: i for i, leaf in enumerate(rows)}
+    paths = [path_name(path) for path, _ in jtu.tree_flatten_with_path(jtu.tree_unflatten(treedef, leaves))[0]]
+    found = {path for path, x in zip(paths, leaves) if is_array(x)}
+    missing = [shown(path) for path in numbers if path not in found]
+    extra = [shown(path) for path in paths if path in found and path not in numbers]
+    if missing or extra:
+        lines = ["the tree does not match its plan."]
+        lines += [f"  in the plan, not in the tree: {some(missing)}"] if missing else []
+        lines += [f"  in the tree, not in the plan: {some(extra)}"] if extra else []
+        raise MismatchError("\n".join(lines) + "\n  Make a plan from this tree, or `plan.select` the part it is of.")
+    return [numbers[path] if is_array(x) else None for path, x in zip(paths, leaves)]
+
+
+def _check_types(rows: Rows, mesh: MeshSpec, leaves: list[Any], order: list[int | None]) -> None:
+    wrong = []
+    for x, i in zip(leaves, order):
+        if i is None:
+            continue
+        leaf, shape = rows[i], tuple(x.shape)
+        piece = local_shape(leaf, x, mesh)
+        if shape != piece or dtype_name(x) != leaf.dtype:
+            planned = leaf.type if piece == leaf.shape else f"{leaf.type}, here {type_text(piece, leaf.dtype)} a device"
+            wrong.append(f"{shown(leaf.path)} is {type_text(shape, dtype_name(x))}, planned as {planned}")
+    if wrong:
+        more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise MismatchError("the tree does not match its plan.\n  " + "\n  ".join(wrong[:5]) + more)
+
+
+def local_shape(leaf: LeafPlan, x: Any, mesh: MeshSpec) -> tuple[int, ...]:
+    """The shape that `x` must have for this row: inside `shard_map`, that of the piece that the manual axes leave."""
+    manual = manual_axes(x)
+    if not manual:
+        return leaf.shape
+    check(leaf.spec, leaf.shape, mesh.shape, leaf.path, leaf.dtype)
+    return cut(leaf.shape, leaf.spec, {n: s if n in manual else 1 for n, s in mesh.axes})
+
+
+def row_shardings(rows: Rows, sizes: dict[str, int], mesh: Mesh | AbstractMesh) -> list[NamedSharding]:
+    """The sharding of each row on `mesh`, checked, made once for the rows and a mesh."""
+    key = "shardings", mesh
+    if key not in rows.memo:
+        made: dict[Any, NamedSharding] = {}
+        for leaf in rows:
+            check(leaf.spec, leaf.shape, sizes, leaf.path, leaf.dtype)
+            layout = leaf.spec, leaf.memory_kind
+            if layout not in made:
+                _check_memory(leaf, mesh)
+                made[layout] = NamedSharding(mesh, canonical(leaf.spec, sizes), memory_kind=leaf.memory_kind)
+        rows.memo[key] = [made[leaf.spec, leaf.memory_kind] for leaf in rows]
+    return rows.memo[key]
+
+
+def _check_memory(leaf: LeafPlan, mesh: Mesh | AbstractMesh) -> None:
+    if leaf.memory_kind is None or isinstance(mesh, AbstractMesh):
+        return
+    kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
+    if leaf.memory_kind not in kinds:
+        raise ShardingError(
+            f"{shown(leaf.path)} is to be kept in {leaf.memory_kind!r} memory; {mesh.devices.flat[0].platform} devices "
+            f"have {', '.join(map(repr, kinds))}."
+        )
