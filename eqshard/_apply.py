@@ -1,22 +1,21 @@
 """Placing trees: the same call eagerly, under jit, on any axis type, over shapes."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
-from ._errors import MeshError, MismatchError, ShardingError, UnknownAxisError
+from ._errors import MeshError, MismatchError
 from ._mesh import MeshLike, MeshSpec
-from ._plan import LeafPlan, match, named_shardings, replicated_plan, ShardingPlan
-from ._put import fetch, is_here, is_key, put
+from ._plan import LeafPlan, match, named_shardings, ShardingPlan
+from ._put import is_key
 from ._spec import canonical, check, entry_axes, fit_spec, UNCONSTRAINED
-from ._tree import array_leaves, dtype_name, map_arrays, shown
+from ._tree import dtype_name, shown
 
 
 def apply(plan: ShardingPlan, tree: PyTree[Any], *, donate: bool = False) -> PyTree[Any]:
@@ -207,225 +206,3 @@ def constrain_to(x: Any, spec: PartitionSpec, mesh: MeshLike, *, strict: bool = 
     spec = canonical(spec, described.shape)
     leaf = LeafPlan("", tuple(x.shape), dtype_name(x), spec, spec)
     return apply(ShardingPlan(described, (leaf,)), x)
-
-
-def replicate(tree: PyTree[Any], mesh: MeshLike) -> PyTree[Any]:
-    """Puts every array leaf of `tree` whole on every device of `mesh`, with one `jax.device_put`.
-
-    ```python
-    import eqshard, numpy as np
-    tree = eqshard.replicate({"a": np.ones(3, "float32"), "name": "b"}, eqshard.MeshSpec(data=8))
-    assert tree["a"].is_fully_replicated and len(tree["a"].devices()) == 8
-    ```
-    """
-    return apply(replicated_plan(tree, mesh), tree)
-
-
-def gather(tree: PyTree[Any], *, to: Literal["all"] | int | None = None) -> PyTree[Any]:
-    """Brings every array leaf of `tree` whole to the host, as numpy.
-
-    Typed PRNG keys, which numpy cannot hold, become arrays on one device. `jax.ShapeDtypeStruct`s lose their sharding.
-    Arrays of which other processes hold parts are sent only if `to` asks for it, one after the other; all processes
-    must then make the call.
-
-    ```python
-    import eqshard, numpy as np
-    tree = {"x": np.arange(4, dtype="int32"), "name": "x"}
-    placed = eqshard.replicate(tree, eqshard.MeshSpec(data=8))
-    assert (eqshard.gather(placed)["x"] == tree["x"]).all()
-    ```
-
-    **Arguments:**
-
-    - `to`: `"all"`: every process gets every array; or the index of the process that does: on the others each jax
-        array becomes a `jax.ShapeDtypeStruct`.
-
-    **Raises:**
-
-    - `ShardingError`: a leaf is traced; or a part of it lies in another process, and `to` is not given.
-    """
-    leaves, treedef = jtu.tree_flatten(tree)
-    if isinstance(to, int) and not 0 <= to < jax.process_count():
-        raise ShardingError(f"`to={to}` is no process: there are {jax.process_count()}.")
-    for path, x in array_leaves(tree):
-        if isinstance(x, Tracer):
-            raise ShardingError(f"cannot gather {shown(path)} to the host: it is being traced. Use `replicate` in jit.")
-        if isinstance(x, jax.Array) and to is None and not is_here(x):
-            raise ShardingError(
-                f"cannot gather {shown(path)}: part of it lies in another process. Let every process call "
-                '`gather(tree, to="all")` to have it everywhere, or `gather(tree, to=0)` to have it in process 0.'
-            )
-    keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
-    data = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
-    host: list[Any] = [fetch(x) if isinstance(x, jax.Array) and not is_here(x) else x for x in data]
-    if isinstance(to, int) and jax.process_index() != to:
-        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves]
-        host = leaves
-    host = jax.device_get(host)
-    for i, x in enumerate(leaves):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            host[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
-        elif i in keys:
-            host[i] = jax.random.wrap_key_data(host[i], impl=keys[i])
-        elif not isinstance(x, jax.Array):
-            host[i] = x
-    return jtu.tree_unflatten(treedef, host)
-
-
-def shard_and_gather_fns(
-    plan: ShardingPlan,
-) -> tuple[dict[str, Callable[[Any], Any]], dict[str, Callable[[Any], Any]]]:
-    """For each leaf a function that lays it out, and one that brings it whole to the host, by path.
-
-    ```python
-    import eqshard, numpy as np
-    from jax.sharding import PartitionSpec as P
-    tree = {"w": np.arange(8.0, dtype="float32")}
-    plan = eqshard.replicated_plan(tree, eqshard.MeshSpec(x=4)).at("w").set(P("x"))
-    shard, gather = eqshard.shard_and_gather_fns(plan)
-    placed = shard["['w']"](tree["w"])
-    assert placed.sharding.spec == P("x") and (gather["['w']"](placed) == tree["w"]).all()
-    ```
-    """
-
-    def shard_fn(leaf: LeafPlan) -> Callable[[Any], Any]:
-        one = plan.select(leaf.path)
-        return lambda x: apply(one, x)
-
-    return {leaf.path: shard_fn(leaf) for leaf in plan}, {leaf.path: gather for leaf in plan}
-
-
-def shardings_of(tree: PyTree[Any]) -> PyTree[Any]:
-    """The sharding of each array leaf, in a tree like `eqx.filter(tree, eqshard.is_array)`.
-
-    A tracer has the sharding of its type; numpy arrays, and structs without one, have None.
-
-    ```python
-    import eqshard, jax.numpy as jnp
-    tree = eqshard.replicate({"a": jnp.ones(3), "f": len}, eqshard.MeshSpec(data=8))
-    assert eqshard.shardings_of(tree)["a"].is_fully_replicated and eqshard.shardings_of(tree)["f"] is None
-    ```
-    """
-    return map_arrays(_sharding_of, tree)
-
-
-def _sharding_of(x: Any) -> Any:
-    return jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
-
-
-def specs_of(tree: PyTree[Any]) -> PyTree[Any]:
-    """The PartitionSpec of each array leaf, in a tree like `eqx.filter(tree, eqshard.is_array)`.
-
-    Arrays on one device, numpy arrays, and structs without a sharding are whole: `P()`. Of a tracer on Auto axes only
-    the compiler will know: `P.UNCONSTRAINED` in each dimension.
-
-    ```python
-    import eqshard, jax.numpy as jnp
-    from jax.sharding import PartitionSpec as P
-    assert eqshard.specs_of({"a": jnp.ones(3)}) == {"a": P()}
-    ```
-    """
-    return map_arrays(spec_of, tree)
-
-
-def spec_of(x: Any) -> PartitionSpec:
-    """The canonical spec of one array, as `specs_of` gives it."""
-    sharding = _sharding_of(x)
-    if not isinstance(sharding, NamedSharding):
-        return PartitionSpec()
-    sizes = dict(sharding.mesh.shape)
-    spec = canonical(sharding.spec, sizes)
-    if isinstance(x, Tracer) and AxisType.Auto in sharding.mesh.axis_types:
-        entries = tuple(spec) + (None,) * (len(x.shape) - len(spec))
-        return PartitionSpec(*(UNCONSTRAINED if e is None else e for e in entries))
-    return spec
-
-
-def plan_of(tree: PyTree[Any], mesh: MeshLike | None = None) -> ShardingPlan:
-    """The plan that `tree` lies by now: `apply(plan_of(tree), tree)` moves nothing.
-
-    ```python
-    import eqshard, jax.numpy as jnp
-    tree = eqshard.replicate({"a": jnp.ones(3)}, eqshard.MeshSpec(data=8))
-    plan = eqshard.plan_of(tree)
-    assert plan.mesh.shape == {"data": 8} and len(plan) == 1
-    ```
-
-    **Arguments:**
-
-    - `mesh`: by default the mesh that the leaves lie on; if none does, one of a single device called `"device"`.
-
-    **Raises:**
-
-    - `MeshError`: leaves lie on different meshes.
-    """
-    rows = []
-    leaves = array_leaves(tree)
-    if mesh is None:
-        placed = any(isinstance(_sharding_of(x), NamedSharding) and _sharding_of(x).mesh.axis_names for _, x in leaves)
-        mesh = MeshSpec.of([x for _, x in leaves]) if placed else MeshSpec(device=1)
-    for path, x in leaves:
-        spec = spec_of(x)
-        sharding = _sharding_of(x)
-        kind = getattr(sharding, "memory_kind", None)
-        if kind is not None and not isinstance(x, Tracer) and kind == _default_kind(sharding):
-            kind = None
-        rows.append(LeafPlan(path, tuple(x.shape), dtype_name(x), spec, spec, kind, "as it lies"))
-    return ShardingPlan(MeshSpec.of(mesh), tuple(rows))
-
-
-def _default_kind(sharding: Any) -> str | None:
-    devices = getattr(sharding, "_device_assignment", None) or tuple(sharding.device_set)
-    return devices[0].default_memory().kind if devices else None
-
-
-def axis_size(names: str | Sequence[str]) -> int:
-    """Inside `jax.shard_map`: the number of devices along the named mesh axes.
-
-    ```python
-    import eqshard, jax, jax.numpy as jnp
-    from jax.sharding import PartitionSpec as P
-    mesh = eqshard.MeshSpec(x=8).build()
-    f = jax.shard_map(lambda a: a * eqshard.axis_size("x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    assert (jax.jit(f)(jnp.ones(8)) == 8).all()
-    ```
-
-    **Raises:**
-
-    - `UnknownAxisError`: not inside a `shard_map` over these axes.
-    """
-    size = 1
-    for name in (names,) if isinstance(names, str) else names:
-        size *= _inside(jax.lax.axis_size, name)
-    return size
-
-
-def axis_index(names: str | Sequence[str]) -> Int[Array, ""] | int:
-    """Inside `jax.shard_map`: this device's index along the named mesh axes, the first name major.
-
-    ```python
-    import eqshard, jax, jax.numpy as jnp
-    from jax.sharding import PartitionSpec as P
-    mesh = eqshard.MeshSpec(x=8).build()
-    f = jax.shard_map(lambda a: a + eqshard.axis_index("x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    assert (jax.jit(f)(jnp.zeros(8, int)) == jnp.arange(8)).all()
-    ```
-
-    **Raises:**
-
-    - `UnknownAxisError`: not inside a `shard_map` over these axes.
-    """
-    index: Any = 0
-    for name in (names,) if isinstance(names, str) else names:
-        index = index * _inside(jax.lax.axis_size, name) + _inside(jax.lax.axis_index, name)
-    return index
-
-
-def _inside(fn: Callable[[str], Any], name: str) -> Any:
-    try:
-        return fn(name)
-    except NameError:
-        raise UnknownAxisError(
-            f"the mesh axis {name!r} is not manual here: `axis_size` and `axis_index` work inside a `jax.shard_map` "
-            "over that axis. Elsewhere, `MeshSpec.size` tells an axis's size."
-        ) from None
