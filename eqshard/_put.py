@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 
-def put(arrays: list[Any], shardings: list[NamedSharding], *, donate: bool = False) -> list[Any]:
+def put_all(arrays: list[Any], shardings: list[NamedSharding], *, donate: bool = False) -> list[Any]:
     """Each array, which every process holds whole, laid out by its sharding.
 
     `jax.device_put` to devices of several processes first sends every array to everyone, to compare them: as much
@@ -32,7 +32,7 @@ def _put_part(x: Any, sharding: NamedSharding, donate: bool) -> jax.Array:
     if is_key(x):
         impl, data = jax.random.key_impl(x), np.asarray(jax.random.key_data(x))
         return jax.make_array_from_callback(
-            x.shape, sharding, lambda index: jax.random.wrap_key_data(data[index], impl=impl)
+            x.shape, sharding, lambda index: jax.random.wrap_key_data(jnp.asarray(data[index]), impl=impl)
         )
     whole = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: whole[index])
