@@ -1,16 +1,12 @@
 """Shard any Equinox model, or any PyTree, over any JAX mesh: the plan is a value."""
 
-from ._apply import (
-    apply as apply,
-    axis_index as axis_index,
-    axis_size as axis_size,
-    constrain_to as constrain_to,
-    gather as gather,
-    plan_of as plan_of,
-    replicate as replicate,
-    shard_and_gather_fns as shard_and_gather_fns,
-    shardings_of as shardings_of,
-    specs_of as specs_of,
+from ._apply import apply as apply, constrain_to as constrain_to
+from ._auto import (
+    auto_plan as auto_plan,
+    auto_sharding as auto_sharding,
+    auto_spec as auto_spec,
+    fsdp_plan as fsdp_plan,
+    MIN_BYTES as MIN_BYTES,
 )
 from ._axes import (
     BATCH as BATCH,
@@ -39,6 +35,7 @@ from ._axes import (
     VOCAB as VOCAB,
 )
 from ._chip import Chip as Chip, CHIPS as CHIPS
+from ._convert import convert_plan as convert_plan
 from ._errors import (
     DuplicateAxisError as DuplicateAxisError,
     FormatError as FormatError,
@@ -49,8 +46,29 @@ from ._errors import (
     ShardingError as ShardingError,
     UnknownAxisError as UnknownAxisError,
 )
+from ._gather import (
+    gather as gather,
+    replicate as replicate,
+    shard_and_gather_fns as shard_and_gather_fns,
+)
+from ._layout import (
+    plan_of as plan_of,
+    shardings_of as shardings_of,
+    specs_of as specs_of,
+)
+from ._like import plan_like as plan_like
+from ._logical import (
+    logical_plan as logical_plan,
+    logical_sharding as logical_sharding,
+    logical_spec as logical_spec,
+    shard as shard,
+)
+from ._manual import axis_index as axis_index, axis_size as axis_size
+from ._memory import BudgetError as BudgetError, memory_plan as memory_plan
 from ._mesh import MeshLike as MeshLike, MeshSpec as MeshSpec
 from ._plan import LeafPlan as LeafPlan, replicated_plan as replicated_plan, ShardingPlan as ShardingPlan
+from ._presets import tp_rules as tp_rules
+from ._rules import parse_rules as parse_rules, rule_plan as rule_plan
 from ._spec import (
     axis_names as axis_names,
     canonical as canonical,
