@@ -106,8 +106,8 @@ def _kept_dims(shape: tuple[int, ...], of: tuple[int, ...], keep_last: bool) -> 
     if len(shape) > len(of):
         new = len(shape) - len(of)
         return [None] * new + list(range(len(of))) if of and shape[new:] == of else None
-    ways = [
-        list(dims) for dims in itertools.combinations(range(len(of)), len(shape)) if tuple(of[d] for d in dims) == shape
+    ways: list[list[int | None]] = [
+        [*dims] for dims in itertools.combinations(range(len(of)), len(shape)) if tuple(of[d] for d in dims) == shape
     ]
     if not ways or not shape:
         return None

@@ -18,14 +18,14 @@ _ROW = re.compile(r"(^|_)(o|out|output|down|proj|wo|w2|fc2|linear2|c_proj|fc_out
 def tp_rules(model: PyTree[Any], axis: str = "tp") -> list[tuple[str, PartitionSpec]]:
     """Megatron-style tensor parallel rules for a model made of `eqx.nn` layers, for `rule_plan`.
 
-    Of each attention, the projections to queries, keys and values are cut by columns (their outputs over `axis`) and the
-    one back by rows (its inputs); so are the layers of an `eqx.nn.MLP`, in pairs, and the `Linear`s that share a parent,
-    by their names (`down`, `out`, `proj`, `o`, `w2`, … come back) or, if they are two, by their order. A lone
-    `Linear` is cut by columns if it widens by two or more (a head over a vocabulary), and else whole. Embeddings
+    Of each attention, the projections to queries, keys and values are cut by columns (their outputs over `axis`) and
+    the one back by rows (its inputs); so are the layers of an `eqx.nn.MLP`, in pairs, and the `Linear`s that share a
+    parent, by their names (`down`, `out`, `proj`, `o`, `w2`, … come back) or, if they are two, by their order. A
+    lone `Linear` is cut by columns if it widens by two or more (a head over a vocabulary), and else whole. Embeddings
     are cut over the vocabulary, convolutions over their output channels; all else is whole. Layers stacked by
     `filter_vmap` keep their stacked dimensions whole.
 
-    A start, not magic: it looks at types, names and positions, not at the program. Edit the list, or put rules before it.
+    A start, not magic: it looks at types, names and positions, not at the program. Edit the list, or put rules first.
 
     ```python
     import equinox as eqx, eqshard, jax
