@@ -8,32 +8,7 @@ from ._auto import (
     fsdp_plan as fsdp_plan,
     MIN_BYTES as MIN_BYTES,
 )
-from ._axes import (
-    BATCH as BATCH,
-    BIAS_HEAD_SEQ as BIAS_HEAD_SEQ,
-    BIAS_KV_SEQ as BIAS_KV_SEQ,
-    DP as DP,
-    EMBED as EMBED,
-    EMPTY as EMPTY,
-    EP as EP,
-    EXPERT as EXPERT,
-    EXPERT_GATE as EXPERT_GATE,
-    FSDP as FSDP,
-    HEAD as HEAD,
-    HEAD_DIM as HEAD_DIM,
-    KV_HEAD as KV_HEAD,
-    KV_HEAD_DIM as KV_HEAD_DIM,
-    KV_LENGTH as KV_LENGTH,
-    LENGTH as LENGTH,
-    LogicalAxes as LogicalAxes,
-    MLP_INTERMEDIATE as MLP_INTERMEDIATE,
-    Mode as Mode,
-    PartitionAxis as PartitionAxis,
-    QUERY_LENGTH as QUERY_LENGTH,
-    SP as SP,
-    TP as TP,
-    VOCAB as VOCAB,
-)
+from ._axes import PartitionAxis as PartitionAxis
 from ._chip import Chip as Chip, CHIPS as CHIPS
 from ._convert import convert_plan as convert_plan
 from ._errors import (
@@ -66,6 +41,31 @@ from ._logical import (
 from ._manual import axis_index as axis_index, axis_size as axis_size
 from ._memory import BudgetError as BudgetError, memory_plan as memory_plan
 from ._mesh import MeshLike as MeshLike, MeshSpec as MeshSpec
+from ._names import (
+    BATCH as BATCH,
+    BIAS_HEAD_SEQ as BIAS_HEAD_SEQ,
+    BIAS_KV_SEQ as BIAS_KV_SEQ,
+    DP as DP,
+    EMBED as EMBED,
+    EMPTY as EMPTY,
+    EP as EP,
+    EXPERT as EXPERT,
+    EXPERT_GATE as EXPERT_GATE,
+    FSDP as FSDP,
+    HEAD as HEAD,
+    HEAD_DIM as HEAD_DIM,
+    KV_HEAD as KV_HEAD,
+    KV_HEAD_DIM as KV_HEAD_DIM,
+    KV_LENGTH as KV_LENGTH,
+    LENGTH as LENGTH,
+    LogicalAxes as LogicalAxes,
+    MLP_INTERMEDIATE as MLP_INTERMEDIATE,
+    Mode as Mode,
+    QUERY_LENGTH as QUERY_LENGTH,
+    SP as SP,
+    TP as TP,
+    VOCAB as VOCAB,
+)
 from ._plan import LeafPlan as LeafPlan, replicated_plan as replicated_plan, ShardingPlan as ShardingPlan
 from ._presets import tp_rules as tp_rules
 from ._rules import parse_rules as parse_rules, rule_plan as rule_plan

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from ._errors import MeshError, MismatchError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, match, named_shardings, ShardingPlan
-from ._put import is_key
+from ._put import is_key, put_all
 from ._spec import canonical, check, entry_axes, fit_spec, UNCONSTRAINED
 from ._tree import dtype_name, shown
 
@@ -91,7 +91,7 @@ def _put(
         asked.append((i, where[key]))
     if not arrays:
         return
-    moved = put(arrays, shardings, donate=donate)
+    moved = put_all(arrays, shardings, donate=donate)
     for i, j in asked:
         row = order[i]
         assert row is not None

@@ -1,39 +1,46 @@
-"""Logical axis names, and what they mean on a mesh in each mode."""
+"""What logical names mean on a mesh, in each mode."""
 
-import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 from jax.sharding import PartitionSpec
 
-from ._errors import DuplicateAxisError, FormatError, ShardingError, UnknownAxisError
+from ._errors import DuplicateAxisError, FormatError, RankError, ShardingError, UnknownAxisError
+from ._names import (
+    as_rule,
+    Axis,
+    BATCH,
+    BIAS_HEAD_SEQ,
+    BIAS_KV_SEQ,
+    DP,
+    EMBED,
+    EP,
+    EXPERT,
+    EXPERT_GATE,
+    flat,
+    FSDP,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    LENGTH,
+    LogicalAxes,
+    MLP_INTERMEDIATE,
+    Mode,
+    plain_rule,
+    QUERY_LENGTH,
+    read_rule,
+    SP,
+    TP,
+    unwrapped,
+    VOCAB,
+)
 from ._spec import canonical
 from ._tree import did_you_mean
 from ._value import header, Reader, short, Value
 
-
-BATCH = "batch"
-LENGTH = "length"
-QUERY_LENGTH = "query_length"
-KV_LENGTH = "kv_length"
-EMBED = "embed"
-HEAD = "head"
-KV_HEAD = "kv_head"
-HEAD_DIM = "head_dim"
-KV_HEAD_DIM = "kv_head_dim"
-MLP_INTERMEDIATE = "mlp_intermediate"
-VOCAB = "vocab"
-EXPERT = "expert"
-EXPERT_GATE = "expert_gate"
-BIAS_HEAD_SEQ = "bias_head_seq"
-BIAS_KV_SEQ = "bias_kv_seq"
-EMPTY = "_"
-DP = "dp"
-FSDP = "fsdp"
-TP = "tp"
-SP = "sp"
-EP = "ep"
 
 # token: (field in train and prefill, field in decode and insert)
 _FIELDS = {
@@ -70,59 +77,6 @@ class _Derived:
 
 def _follows(*sources: str) -> Any:
     return eqx.field(static=True, default=_Derived(*sources))
-
-
-class Mode(enum.StrEnum):
-    """What the program is doing: layouts of activations differ between training and decoding."""
-
-    TRAIN = "train"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    INSERT = "insert"
-
-    @property
-    def generates(self) -> bool:
-        """Whether the `decode_*` fields apply."""
-        return self in (Mode.DECODE, Mode.INSERT)
-
-    @classmethod
-    def of(cls, mode: "Mode | str") -> "Mode":
-        """A mode by its name; `"__autoregressive__"` and the like are understood.
-
-        ```python
-        import eqshard
-        assert eqshard.Mode.of("__autoregressive__") is eqshard.Mode.DECODE
-        ```
-        """
-        name = mode.strip("_") if isinstance(mode, str) else mode
-        name = "decode" if name == "autoregressive" else name
-        if name not in [m.value for m in cls]:
-            known = ", ".join(repr(m.value) for m in cls)
-            raise ShardingError(f"unknown `mode` {mode!r}: it is one of {known}, or the index of a dimension.")
-        return cls(name)
-
-
-Axis = str | tuple[str, ...] | None
-"""Mesh axes of one dimension."""
-
-
-class LogicalAxes(Value):
-    """Logical axis names together with the mode that they are for.
-
-    ```python
-    import eqshard
-    cache = eqshard.LogicalAxes((eqshard.BATCH, eqshard.KV_LENGTH, eqshard.KV_HEAD), "decode")
-    eqshard.PartitionAxis().resolve_spec(cache)
-    ```
-    """
-
-    axes: tuple[Any, ...] = eqx.field(static=True, converter=lambda axes: tuple(map(_frozen, axes)))
-    mode: Mode | int = eqx.field(
-        static=True, default=Mode.TRAIN, converter=lambda mode: mode if isinstance(mode, int) else Mode.of(mode)
-    )
-
-    def _key(self) -> Any:
-        return self.axes, self.mode
 
 
 class PartitionAxis(Value):
@@ -173,11 +127,15 @@ class PartitionAxis(Value):
     """Fields that were told rather than derived."""
 
     def __post_init__(self):
-        values = {name: getattr(self, name) for name in _field_names()}
-        self.given = tuple(n for n, v in values.items() if not isinstance(v, _Derived) and v != _default(n))
-        for name, value in values.items():  # a source stands before what follows it
-            axes = [getattr(self, s) for s in value.sources] if isinstance(value, _Derived) else [value]
-            setattr(self, name, _axis(axes, name))
+        given = []
+        for name in _field_names():  # a source stands before what follows it
+            told = getattr(self, name)
+            if isinstance(told, _Derived):
+                value = unwrapped(tuple(dict.fromkeys(flat([getattr(self, s) for s in told.sources]))))
+            elif (value := _axis(told, name)) != _default(name):
+                given.append(name)
+            setattr(self, name, value)
+        self.given = tuple(given)
 
     def _key(self) -> Any:
         return tuple((n, getattr(self, n)) for n in self.given), self.custom
@@ -205,7 +163,7 @@ class PartitionAxis(Value):
         resolved: list[Axis] = []
         for dim, entry in enumerate(axes):
             found: list[str] = []
-            for token in _tokens(entry):
+            for token in flat(entry):
                 for axis in self._mesh_axes(token, mode):
                     if axis in claimed:
                         other_dim, other = claimed[axis]
@@ -215,7 +173,7 @@ class PartitionAxis(Value):
                         )
                     claimed[axis] = dim, token
                     found.append(axis)
-            resolved.append(_unwrap(found))
+            resolved.append(unwrapped(found))
         return resolved
 
     def resolve_spec(
@@ -243,6 +201,8 @@ class PartitionAxis(Value):
         """
         if isinstance(axes, LogicalAxes):
             axes, mode = axes.axes, axes.mode if mode is None else mode
+        if shape is not None and len(axes) > len(shape):
+            raise RankError(f"{len(axes)} logical axes {list(axes)} for an array of {len(shape)} dimensions.")
         if isinstance(mode, int):
             mode = _mode_of_dim(mode, shape)
         return canonical(PartitionSpec(*self.resolve_axis(axes, Mode.TRAIN if mode is None else mode)))
@@ -251,17 +211,17 @@ class PartitionAxis(Value):
         rules = {name: (train, generate) for name, train, generate in self.custom}
         if token in rules:
             rule = rules[token][mode.generates]
-            return tuple(axis for part in _flat(rule) for axis in self._rule_axes(part))
+            return tuple(axis for part in flat(rule) for axis in self._rule_axes(part))
         if token not in _FIELDS:
             known = [*_FIELDS, *rules]
             raise UnknownAxisError(
                 f"unknown logical axis {token!r}: known are {', '.join(known)}, '_' and None; "
                 "`register` returns a PartitionAxis with more." + did_you_mean(token, known)
             )
-        return _flat(getattr(self, _FIELDS[token][mode.generates]))
+        return flat(getattr(self, _FIELDS[token][mode.generates]))
 
     def _rule_axes(self, part: str) -> tuple[str, ...]:
-        return _flat(getattr(self, part)) if part in _field_names() else (part,)
+        return flat(getattr(self, part)) if part in _field_names() else (part,)
 
     @property
     def registered(self) -> dict[str, dict[str, Any]]:
@@ -292,11 +252,8 @@ class PartitionAxis(Value):
             raise ShardingError(f"a logical axis must be a name, got {semantic_axis!r}.")
         if not override and (semantic_axis in _FIELDS or semantic_axis in self.registered):
             raise ShardingError(f"the logical axis {semantic_axis!r} exists: pass `override=True` to replace it.")
-        rule = _frozen(axis_rule)
-        if generation_axis_rule is ...:
-            generation = _decode_partner(rule)
-        else:
-            generation = _frozen(generation_axis_rule)
+        rule = as_rule(axis_rule)
+        generation = _decode_partner(rule) if generation_axis_rule is ... else as_rule(generation_axis_rule)
         kept = tuple(entry for entry in self.custom if entry[0] != semantic_axis)
         return self._with(custom=(*kept, (semantic_axis, rule, generation)))
 
@@ -325,9 +282,9 @@ class PartitionAxis(Value):
         return PartitionAxis(**(fields | changes))
 
     def to_dict(self) -> dict[str, Any]:
-        data = header("axes") | {"fields": {n: _plain(getattr(self, n)) for n in self.given}}
+        data = header("axes") | {"fields": {n: plain_rule(getattr(self, n)) for n in self.given}}
         if self.custom:
-            data["custom"] = [[name, _plain(train), _plain(gen)] for name, train, gen in self.custom]
+            data["custom"] = [[name, plain_rule(train), plain_rule(gen)] for name, train, gen in self.custom]
         return data
 
     @classmethod
@@ -335,7 +292,7 @@ class PartitionAxis(Value):
         read = Reader(data, "axes")
         read.header()
         read.only("format", "version", "fields", "custom")
-        fields = {n: _read_rule(v, n) for n, v in read.get("fields", Mapping).items()}
+        fields = {n: read_rule(v, n) for n, v in read.get("fields", Mapping).items()}
         for name in fields:
             if name not in _field_names():
                 raise FormatError(f"axes: PartitionAxis has no field {short(name)}.")
@@ -343,8 +300,13 @@ class PartitionAxis(Value):
         for entry in read.get("custom", list, []):
             if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str)):
                 raise FormatError(f"axes: `custom` holds [name, rule, rule] lists, got {short(entry)}.")
-            custom.append((entry[0], _read_rule(entry[1], entry[0]), _read_rule(entry[2], entry[0])))
-        return cls(**fields, custom=tuple(custom))
+            custom.append((entry[0], read_rule(entry[1], entry[0]), read_rule(entry[2], entry[0])))
+        if len({name for name, _, _ in custom}) < len(custom):
+            raise FormatError("axes: `custom` holds a name twice.")
+        try:
+            return cls(**fields, custom=tuple(custom))
+        except ShardingError as error:
+            raise FormatError(f"axes: {error}") from None
 
 
 def _field_names() -> list[str]:
@@ -355,48 +317,11 @@ def _default(name: str) -> Any:
     return PartitionAxis.__dataclass_fields__[name].default
 
 
-def _flat(rule: Any) -> tuple[str, ...]:
-    """A rule or axis as the names in it; None and '_' name nothing."""
-    if rule is None or rule == EMPTY:
-        return ()
-    return (rule,) if isinstance(rule, str) else tuple(part for r in rule for part in _flat(r))
-
-
-def _unwrap(axes: Sequence[str]) -> Axis:
-    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
-
-
-def _axis(rules: list[Any], field: str) -> Axis:
-    for rule in rules:
-        _frozen(rule)
-    names = _flat(rules)
-    if len(rules) == 1 and len(set(names)) < len(names):
-        raise DuplicateAxisError(f"`{field}` names a mesh axis twice: {rules[0]!r}.")
-    return _unwrap(tuple(dict.fromkeys(names)))  # two parallelisms may share one mesh axis
-
-
-def _tokens(entry: Any) -> tuple[str, ...]:
-    return _flat(_frozen(entry))
-
-
-def _frozen(rule: Any) -> Any:
-    """A rule as hashable data; refuses what is no name."""
-    if rule is None or isinstance(rule, str):
-        return rule
-    if isinstance(rule, (list, tuple)):
-        return tuple(map(_frozen, rule))
-    raise ShardingError(f"expected an axis name, None, or a tuple of names, got {rule!r}.")
-
-
-def _plain(rule: Any) -> Any:
-    return [_plain(r) for r in rule] if isinstance(rule, tuple) else rule
-
-
-def _read_rule(data: Any, where: str) -> Any:
-    try:
-        return _frozen(data)
-    except (ShardingError, RecursionError):
-        raise FormatError(f"axes: `{where}` must be null, a name or a list of names, got {short(data)}.") from None
+def _axis(told: Any, field: str) -> Axis:
+    axis = as_rule(told)
+    if isinstance(axis, tuple) and len(set(axis)) < len(axis):
+        raise DuplicateAxisError(f"`{field}` names a mesh axis twice: {told!r}.")
+    return axis
 
 
 def _decode_partner(rule: Any) -> Any:
@@ -406,6 +331,8 @@ def _decode_partner(rule: Any) -> Any:
 
 
 def _mode_of_dim(dim: int, shape: Sequence[int] | None) -> Mode:
+    if isinstance(dim, bool):
+        raise ShardingError(f"`mode` is a mode or the index of a dimension, got {dim}.")
     if shape is None:
         raise ShardingError(f"`mode={dim}` picks the mode by the size of a dimension: pass `shape` too.")
     if not -len(shape) <= dim < len(shape):

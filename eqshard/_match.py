@@ -15,7 +15,10 @@ from ._tree import dtype_name, is_array, manual_axes, path_name, shown, some, ty
 
 
 class Rows(tuple[LeafPlan, ...]):
-    """The rows, with what is dear to compute kept beside them: the hash, the index, the shardings."""
+    """The rows, with what is dear to compute kept beside them: the hash, the index, the shardings.
+
+    Equal whatever their order: a leaf is known by its path.
+    """
 
     by_path: dict[str, LeafPlan]
     memo: dict[Any, Any]
@@ -28,13 +31,13 @@ class Rows(tuple[LeafPlan, ...]):
 
     def __hash__(self) -> int:
         if "hash" not in self.memo:
-            self.memo["hash"] = tuple.__hash__(self)
+            self.memo["hash"] = hash(frozenset(self))
         return self.memo["hash"]
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Rows) and hash(self) == hash(other) and tuple.__eq__(self, other)
+        return isinstance(other, Rows) and hash(self) == hash(other) and self.by_path == other.by_path
 
     def __reduce__(self) -> Any:
         return Rows, (tuple(self),)

@@ -10,61 +10,17 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from ._chip import as_chip, Chip
+from ._devices import Device, device_grid, Placement, read_placement
 from ._errors import FormatError, MeshError, UnknownAxisError
 from ._tree import did_you_mean, path_name, shown
 from ._value import header, Reader, Value, whole_number
 
 
-Device = Any  # jax.Device, which is no type to type checkers
-
 _MOST_AXES = 64  # dimensions of a numpy array
 _TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
-
-
-class Placement:
-    """Which devices, in mesh order: equal by platform and ids, so that it survives JSON and another process.
-
-    The devices themselves ride along where they are known; devices of a compile-only topology are not among
-    `jax.devices()` and could not be looked up again.
-    """
-
-    def __init__(self, platform: str, ids: tuple[int, ...], devices: tuple[Device, ...] | None = None):
-        self.platform, self.ids, self._devices = platform, ids, devices
-
-    @classmethod
-    def of(cls, devices: Sequence[Device]) -> "Placement":
-        return cls(devices[0].platform, tuple(d.id for d in devices), tuple(devices))
-
-    def devices(self) -> tuple[Device, ...]:
-        if self._devices is not None:
-            return self._devices
-        try:
-            found = {d.id: d for d in jax.devices(self.platform)}
-        except RuntimeError as error:
-            raise MeshError(f"this mesh lies on {self.platform!r} devices, which are not here: {error}") from None
-        missing = [i for i in self.ids if i not in found]
-        if missing:
-            raise MeshError(
-                f"this mesh lies on {self.platform!r} devices {list(self.ids)}; devices {missing} are not here. "
-                "Use `.replace(devices=None)` on the mesh for whatever devices there are."
-            )
-        return tuple(found[i] for i in self.ids)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Placement) and (self.platform, self.ids) == (other.platform, other.ids)
-
-    def __hash__(self) -> int:
-        return hash((self.platform, self.ids))
-
-    def __repr__(self) -> str:
-        return f"{self.platform}:{list(self.ids)}"
-
-    def __reduce__(self) -> Any:  # devices cannot be pickled; their ids can
-        return Placement, (self.platform, self.ids)
 
 
 class MeshSpec(Value):
@@ -240,7 +196,7 @@ class MeshSpec(Value):
                 f"{spec} needs {spec.size()} devices; there are {len(found)} ({found[0].platform}). To simulate more "
                 f'on a CPU, call `jax.config.update("jax_num_cpu_devices", {spec.size()})` before JAX is first used.'
             )
-        grid = _device_grid(spec, found[: spec.size()])
+        grid = device_grid(spec.axes, spec.dcn, found[: spec.size()])
         return Mesh(grid, spec.names, axis_types=spec._jax_types())
 
     def _jax_types(self) -> tuple[AxisType, ...]:
@@ -314,7 +270,7 @@ class MeshSpec(Value):
                 axis_type={pair[0]: t for pair, t in zip(axes, types)},
                 dcn=read.strings("dcn", ()),
                 chip=None if chip is None else Chip.from_dict(chip),
-                devices=_read_placement(read.get("devices", Mapping, None)),
+                devices=read_placement(read.get("devices", Mapping, None)),
             )
         except (MeshError, UnknownAxisError) as error:
             raise FormatError(f"mesh: {error}") from None
@@ -401,31 +357,4 @@ def _described(mesh: Mesh | AbstractMesh) -> MeshSpec:
 def _chosen(spec: MeshSpec, devices: list[Device]) -> bool:
     """Whether `spec.build()` would take these very devices in this order."""
     here = jax.devices()[: len(devices)]
-    return set(here) == set(devices) and list(_device_grid(spec, here).flat) == devices
-
-
-def _device_grid(spec: MeshSpec, devices: list[Device]) -> np.ndarray:
-    slices = {getattr(d, "slice_index", None) for d in devices}
-    by_process = len(slices) == 1
-    granules = len({d.process_index for d in devices}) if by_process else len(slices)
-    if spec.dcn and granules > 1:
-        across = tuple(s if n in spec.dcn else 1 for n, s in spec.axes)
-        within = tuple(1 if n in spec.dcn else s for n, s in spec.axes)
-        if math.prod(across) != granules:
-            raise MeshError(
-                f"the `dcn` axes {', '.join(spec.dcn)} of {spec} span {math.prod(across)} groups of devices; there are "
-                f"{granules} {'processes' if by_process else 'slices'} of {len(devices) // granules} devices."
-            )
-        return mesh_utils.create_hybrid_device_mesh(
-            within, across, devices, process_is_granule=by_process, allow_split_physical_axes=True
-        )
-    return mesh_utils.create_device_mesh(spec.sizes, devices, allow_split_physical_axes=True)
-
-
-def _read_placement(data: Mapping[str, Any] | None) -> Placement | None:
-    if data is None:
-        return None
-    read = Reader(data, "mesh", "mesh devices")
-    read.only("platform", "ids")
-    ids = tuple(whole_number(i, "mesh devices") for i in read.get("ids", list))
-    return Placement(read.get("platform", str), ids)
+    return set(here) == set(devices) and list(device_grid(spec.axes, spec.dcn, here).flat) == devices

@@ -196,6 +196,7 @@ class ShardingPlan(Value):
         for leaf in data["leaves"]:
             leaf.pop("why", None)
             leaf.pop("given_up", None)
+        data["leaves"].sort(key=lambda leaf: leaf["path"])
         return digest(data)
 
     def to_dict(self) -> dict[str, Any]:
