@@ -1,5 +1,6 @@
 """Placing trees: the same call eagerly, under jit, on any axis type, over shapes."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, match, named_shardings, ShardingPlan
 from ._put import is_key, put_all
 from ._spec import canonical, check, entry_axes, fit_spec, UNCONSTRAINED
-from ._tree import dtype_name, shown
+from ._tree import dtype_name, manual_axes, shown
 
 
 def apply(plan: ShardingPlan, tree: PyTree[Any], *, donate: bool = False) -> PyTree[Any]:
@@ -53,13 +54,15 @@ def apply(plan: ShardingPlan, tree: PyTree[Any], *, donate: bool = False) -> PyT
     order = match(plan, leaves, treedef)
     out = list(leaves)
     put: list[int] = []
+    structs: list[NamedSharding] | None = None
     for i, (x, row) in enumerate(zip(leaves, order)):
         if row is None:
             continue
         if isinstance(x, Tracer):
             out[i] = _constrain(x, plan.leaves[row], plan)
         elif isinstance(x, jax.ShapeDtypeStruct):
-            out[i] = x.update(sharding=_shape_shardings(plan)[row])
+            structs = _struct_shardings(plan) if structs is None else structs
+            out[i] = x if x.sharding == structs[row] else x.update(sharding=structs[row])
         else:
             put.append(i)
     if put:
@@ -79,7 +82,7 @@ def _put(
     for i in put:
         x, row = leaves[i], order[i]
         assert row is not None
-        target = _settled(targets[row], x)
+        target = _settled(targets[row], plan.leaves[row].spec, x)
         if isinstance(x, jax.Array) and x.committed and _lies(x, target):
             continue
         _check_exact(x, plan.leaves[row])
@@ -105,13 +108,13 @@ def _lies(x: jax.Array, target: NamedSharding) -> bool:
     return is_key(x) and x.sharding.is_equivalent_to(target, x.ndim)  # keys never have a canonical spec
 
 
-def _settled(sharding: NamedSharding, x: Any) -> NamedSharding:
-    """A sharding without UNCONSTRAINED: there the array keeps the layout it has."""
-    if UNCONSTRAINED not in tuple(sharding.spec):
+def _settled(sharding: NamedSharding, spec: PartitionSpec, x: Any) -> NamedSharding:
+    """The sharding of a spec without UNCONSTRAINED: there the array keeps the layout it has."""
+    if UNCONSTRAINED not in spec:
         return sharding
     here = getattr(x, "sharding", None)
     here = here.spec if isinstance(here, NamedSharding) and here.mesh == sharding.mesh else PartitionSpec()
-    return NamedSharding(sharding.mesh, _keep(sharding.spec, here), memory_kind=sharding.memory_kind)
+    return NamedSharding(sharding.mesh, _keep(spec, here), memory_kind=sharding.memory_kind)
 
 
 def _keep(spec: PartitionSpec, here: PartitionSpec) -> PartitionSpec:
@@ -132,7 +135,7 @@ def _check_exact(x: Any, leaf: LeafPlan) -> None:
         )
 
 
-def _shape_shardings(plan: ShardingPlan) -> list[NamedSharding]:
+def _struct_shardings(plan: ShardingPlan) -> list[NamedSharding]:
     """Shardings for structs: on the mesh's devices where they are, else on the abstract mesh."""
     try:
         mesh = plan.build()
@@ -201,8 +204,14 @@ def constrain_to(x: Any, spec: PartitionSpec, mesh: MeshLike, *, strict: bool = 
     - `strict`: whether a dimension that does not divide is an error; else the longest prefix of axes that fits.
     """
     described = MeshSpec.of(mesh)
+    manual = manual_axes(x)
+    # Inside a shard_map `x` is a piece: the whole is larger along the manual axes.
+    whole = [
+        dim * math.prod(described.size(a) for a in entry_axes(e) if a in manual and described.has(a))
+        for dim, e in zip(x.shape, spec)
+    ]
+    shape = (*whole, *x.shape[len(whole) :])
     if not strict:
-        spec = fit_spec(spec, x.shape, described).spec
-    spec = canonical(spec, described.shape)
-    leaf = LeafPlan("", tuple(x.shape), dtype_name(x), spec, spec)
+        spec = fit_spec(spec, shape, described).spec
+    leaf = LeafPlan("", shape, dtype_name(x), spec, spec)
     return apply(ShardingPlan(described, (leaf,)), x)

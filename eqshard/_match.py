@@ -5,12 +5,12 @@ from typing import Any
 
 import jax.tree_util as jtu
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._errors import MismatchError, ShardingError
 from ._leaf import LeafPlan
 from ._mesh import MeshSpec
-from ._spec import canonical, check, cut
+from ._spec import canonical, check, cut, UNCONSTRAINED
 from ._tree import dtype_name, is_array, manual_axes, path_name, shown, some, type_text
 
 
@@ -109,7 +109,10 @@ def row_shardings(rows: Rows, sizes: dict[str, int], mesh: Mesh | AbstractMesh) 
             layout = leaf.spec, leaf.memory_kind
             if layout not in made:
                 _check_memory(leaf, mesh)
-                made[layout] = NamedSharding(mesh, canonical(leaf.spec, sizes), memory_kind=leaf.memory_kind)
+                spec = canonical(leaf.spec, sizes)
+                if AxisType.Auto not in mesh.axis_types:  # a NamedSharding without Auto axes takes no UNCONSTRAINED
+                    spec = canonical(PartitionSpec(*(None if e is UNCONSTRAINED else e for e in spec)))
+                made[layout] = NamedSharding(mesh, spec, memory_kind=leaf.memory_kind)
         rows.memo[key] = [made[leaf.spec, leaf.memory_kind] for leaf in rows]
     return rows.memo[key]
 

@@ -173,8 +173,8 @@ def check(
     what = f" {type_text(shape, dtype)}" if dtype else f" {list(shape)}"
     lines = [f"cannot lay {spec_text(spec)} over {shown(path)}{what}."]
     for m in found:
-        sizes_text = " x ".join(f"{a!r} {sizes[a]}" for a in m.axes)
-        lines.append(f"  dim {m.dim}: {m.size} % {m.factor} (mesh axes {sizes_text}) = {m.size % m.factor}")
+        axes = f"axis {m.axes[0]!r}" if len(m.axes) == 1 else "axes " + " x ".join(f"{a!r} {sizes[a]}" for a in m.axes)
+        lines.append(f"  dim {m.dim}: {m.size} % {m.factor} (mesh {axes}) = {m.size % m.factor}")
     lines.append("  Ways out: " + "; ".join(_ways_out(found, spec, shape, sizes, dtype)) + ".")
     raise IndivisibleError("\n".join(lines))
 
