@@ -40,3 +40,7 @@ class MismatchError(ShardingError):
 
 class FormatError(ShardingError):
     """A file or dictionary is not what it says it is."""
+
+
+class ProcessError(ShardingError):
+    """Processes that should agree do not, or one of them does not answer."""

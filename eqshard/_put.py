@@ -22,7 +22,7 @@ def put_all(arrays: list[Any], shardings: list[NamedSharding], *, donate: bool =
 
 
 def _put_part(x: Any, sharding: NamedSharding, donate: bool) -> jax.Array:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    if is_global(x):
         if not is_key(x):
             return jax.device_put(x, sharding, donate=donate)
         moved = jax.device_put(jax.random.key_data(x), sharding)  # of keys that are elsewhere, JAX moves the data only
@@ -52,6 +52,11 @@ def fetch(x: jax.Array) -> np.ndarray:
         whole = jax.device_put(x, x.sharding.update(spec=PartitionSpec()))
         return np.asarray(whole.addressable_data(0))
     return multihost_utils.process_allgather(x, tiled=True)
+
+
+def is_global(x: Any) -> bool:
+    """Whether `x` is an array of which other processes hold parts or copies."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_fully_addressable
 
 
 def is_key(x: Any) -> bool:

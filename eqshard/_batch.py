@@ -1,0 +1,257 @@
+"""Batches onto devices: from one process or many, whole or in parts."""
+
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+from ._agree import agree, value_digest
+from ._apply import constrain_to
+from ._axes import PartitionAxis
+from ._errors import MismatchError, ShardingError
+from ._mesh import MeshLike, MeshSpec
+from ._names import Mode
+from ._pad import padded, rows_sharding
+from ._put import is_global, is_here, is_key, put_all
+from ._rows import batch_rows, check_row, DEFAULT_NAMES, Layout, Row
+from ._shard_info import ShardedLeaf, ShardInfo
+from ._tree import dtype_name, is_array, shown, type_text
+
+
+def shard_batch(
+    batch: PyTree[Any],
+    mesh: MeshLike,
+    spec_or_axes: Any,
+    *,
+    names: PartitionAxis | None = None,
+    mode: Mode | str | int | None = None,
+    local: bool = False,
+    pad: Any = None,
+    rows: int | None = None,
+    info: bool = False,
+    check: bool = True,
+) -> Any:
+    """Lays a batch out over a mesh: numpy or jax arrays of any ranks, in any tree.
+
+    A spec is cut to each leaf's rank, so scalars are whole on every device. Strings, Python numbers, functions and
+    other leaves pass through. Integers never change: a 64-bit one that JAX would narrow must fit, or it is an error.
+    (Floating point numbers of 64 bits become 32 bits, as everywhere in JAX, unless they overflow.) In a traced function
+    the layout becomes a constraint, as by `apply`.
+
+    ```python
+    import eqshard, numpy as np
+    from jax.sharding import PartitionSpec as P
+    batch = {"tokens": np.zeros((16, 128), "int32"), "weight": np.ones(16, "float32"), "split": "train"}
+    placed = eqshard.shard_batch(batch, eqshard.MeshSpec(data=4, seq=2), P("data", "seq"))
+    assert placed["tokens"].sharding.spec == P("data", "seq") and placed["weight"].sharding.spec == P("data")
+    placed = eqshard.shard_batch(batch, eqshard.MeshSpec(dp=4, sp=2), (eqshard.BATCH, eqshard.LENGTH))
+    assert placed["tokens"].sharding.spec == P("dp", "sp")
+    ```
+
+    **Arguments:**
+
+    - `spec_or_axes`: a PartitionSpec; a tuple or list of logical names; None for whole; a tree of these that is a
+        prefix of `batch`, as `{"tokens": P("data", "seq"), "image": ("batch",)}`; or a plan.
+    - `names`: what logical names mean; default: `PartitionAxis()`. Its parallelisms that the mesh lacks are left out;
+        axes that were named by hand must exist.
+    - `mode`: of the logical names, as in `PartitionAxis.resolve_spec`.
+    - `local`: whether each process brings its own part, as `process_slice` and most loaders give it, and the whole is
+        all parts together; else each process brings the whole batch, and keeps what its devices need.
+    - `pad`: what to fill up rows with if they do not divide: a number, or a tree of numbers that is a prefix of
+        `batch`.
+    - `rows`: with `pad`, how many rows the whole shall have (the same in every batch: no step is compiled twice); by
+        default the fewest that divide.
+    - `info`: whether to tell what lies where too.
+    - `check`: whether, of several processes that each bring the whole batch, to compare digests of it.
+
+    **Returns:**
+
+    The batch; with `pad`, a pair of it and a mask that is True for rows that are not padding; with `info`, also a
+    `ShardInfo`, last.
+
+    **Raises:**
+
+    - `IndivisibleError`: rows do not divide, and `pad` is not given.
+    - `UnknownAxisError`: no such logical name, or no such mesh axis.
+    - `ProcessError`: with `local=False`, the processes brought different batches.
+    - `ShardingError`: anything else that does not fit.
+    """
+    return place_batch(batch, mesh, spec_or_axes, names, mode, local, pad, rows, info, "batch" if check else None)
+
+
+def place_batch(
+    batch: PyTree[Any],
+    mesh: MeshLike,
+    spec_or_axes: Any,
+    names: PartitionAxis | None = None,
+    mode: Mode | str | int | None = None,
+    local: bool = False,
+    pad: Any = None,
+    rows: int | None = None,
+    info: bool = False,
+    channel: str | None = None,
+) -> Any:
+    """`shard_batch`, where processes that each bring the whole batch compare it on a channel of their own, or not."""
+    leaves, treedef = jtu.tree_flatten(batch)
+    alone = jax.process_count() == 1
+    local = local and not alone
+    layout, names = Layout.of(spec_or_axes), DEFAULT_NAMES if names is None else names
+    before = _shapes(leaves)
+    lies = batch_rows(treedef, before, mesh, layout, names, mode, jax.process_index() if local else None)
+    mask, shapes = None, before
+    if pad is not None:
+        leaves, mask = padded(leaves, lies, treedef, pad, rows)
+        shapes = _shapes(leaves)
+    elif rows is not None:
+        raise ShardingError("`rows` says to how many rows to pad: give `pad` too, what to fill them up with.")
+    out = _placed(leaves, lies, shapes, layout, local, None if alone or local else channel)
+    result: list[Any] = [jtu.tree_unflatten(treedef, out)]
+    if mask is not None:
+        result.append(_placed_mask(mask, lies, local))
+    if info:
+        result.append(_info(out, lies, before))
+    return result[0] if len(result) == 1 else tuple(result)
+
+
+def _shapes(leaves: list[Any]) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple(tuple(x.shape) if is_array(x) else None for x in leaves)
+
+
+def _placed(
+    leaves: list[Any],
+    lies: tuple[Row | None, ...],
+    shapes: tuple[tuple[int, ...] | None, ...],
+    layout: Layout,
+    local: bool,
+    channel: str | None,
+) -> list[Any]:
+    """The leaves in their places: one call of JAX for all."""
+    out = list(leaves)
+    arrays: list[Any] = []
+    wholes: list[tuple[int, ...]] = []
+    moved: list[tuple[int, Row]] = []
+    for i, (x, row, shape) in enumerate(zip(leaves, lies, shapes)):
+        if row is None or shape is None:
+            continue
+        spread = local and not is_global(x)
+        whole = row.whole(shape) if spread else shape
+        _check_whole(row, whole, shape, x, layout, spread)
+        if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
+            out[i] = _constrained(x, row, whole, local)
+        elif not (isinstance(x, jax.Array) and x.committed and x.sharding == row.sharding):
+            arrays.append(_exact(x, row.path))
+            wholes.append(whole)
+            moved.append((i, row))
+    if not arrays:
+        return out
+    shardings = [row.sharding for _, row in moved]
+    if channel is not None:
+        _check_same(arrays, moved, channel)
+    placed = _from_parts(arrays, shardings, wholes) if local else put_all(arrays, shardings)
+    for (i, row), x in zip(moved, placed):
+        out[i] = constrain_to(x, row.spec, row.sharding.mesh) if isinstance(x, Tracer) else x
+    return out
+
+
+def _from_parts(arrays: list[Any], shardings: list[NamedSharding], wholes: list[tuple[int, ...]]) -> list[Any]:
+    """Global arrays from this process's parts of them; those that are global already just move."""
+    here = [i for i, x in enumerate(arrays) if not is_global(x) and not is_key(x)]
+    out: list[Any] = [None] * len(arrays)
+    parts = [np.asarray(arrays[i]) for i in here]
+    made = jax.make_array_from_process_local_data([shardings[i] for i in here], parts, [wholes[i] for i in here])
+    for i, x in zip(here, made):
+        out[i] = x
+    for i, x in enumerate(arrays):
+        if i in here:
+            continue
+        if is_global(x):
+            out[i] = put_all([x], [shardings[i]])[0]
+        else:
+            data = np.asarray(jax.random.key_data(x))
+            made = jax.make_array_from_process_local_data(shardings[i], data, (*wholes[i], data.shape[-1]))
+            out[i] = jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
+    return out
+
+
+def _check_whole(
+    row: Row, whole: tuple[int, ...], shape: tuple[int, ...], x: Any, layout: Layout, spread: bool
+) -> None:
+    check_row(row, whole, dtype_name(x))
+    if layout.plan is not None:
+        planned = layout.plan[row.path]
+        if whole != planned.shape:
+            parts = f", of which each process brings {list(shape)}" if spread else ""
+            raise MismatchError(
+                f"{shown(row.path)} is {type_text(whole, dtype_name(x))}{parts}, planned as {planned.type}."
+            )
+
+
+def _constrained(x: Any, row: Row, whole: tuple[int, ...], local: bool) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(shape=whole, sharding=row.sharding)
+    if local:
+        raise ShardingError(f"{shown(row.path)} is being traced, so it is global already: leave out `local=True`.")
+    return constrain_to(x, row.spec, MeshSpec.of(row.sharding.mesh))
+
+
+def _exact(x: Any, path: str) -> Any:
+    """A 64-bit numpy array as JAX will hold it, if it can without losing integers."""
+    if not isinstance(x, np.ndarray):
+        return x
+    target = jax.dtypes.canonicalize_dtype(x.dtype)
+    if target == x.dtype:
+        return x
+    if x.dtype.kind in "iu":
+        limits = np.iinfo(target)
+        if x.size and (x.min() < limits.min or x.max() > limits.max):
+            wrong = x.max() if x.max() > limits.max else x.min()
+            raise MismatchError(
+                f"{shown(path)} is {x.dtype} and holds {wrong}, which does not fit the {target} that JAX would make of "
+                'it. Call `jax.config.update("jax_enable_x64", True)`, or map the values to smaller ones.'
+            )
+        return x.astype(target)
+    try:
+        with np.errstate(over="raise"):
+            return x.astype(target)
+    except FloatingPointError:
+        raise MismatchError(
+            f"{shown(path)} is {x.dtype} and holds a value beyond the largest {target} ({np.finfo(target).max:.3g})."
+        ) from None
+
+
+def _check_same(arrays: list[Any], moved: list[tuple[int, Row]], channel: str) -> None:
+    facts = {
+        f"`{row.path}`": f"{type_text(tuple(x.shape), dtype_name(x))} with the values {value_digest(x)}"
+        for x, (_, row) in zip(arrays, moved)
+        if is_here(x) or not isinstance(x, jax.Array)
+    }
+    try:
+        agree("batch", facts, channel=channel)
+    except ShardingError as error:
+        raise type(error)(
+            f"{error}\n  With `local=False` every process brings the whole batch. If each brings its own part, say "
+            "`local=True`."
+        ) from None
+
+
+def _placed_mask(mask: np.ndarray, lies: tuple[Row | None, ...], local: bool) -> Any:
+    row = next(row for row in lies if row is not None and row.batched)
+    sharding = rows_sharding(row.sharding)
+    if local:
+        return jax.make_array_from_process_local_data(sharding, mask, (len(mask) * row.parts[0],))
+    return put_all([mask], [sharding])[0]
+
+
+def _info(out: list[Any], lies: tuple[Row | None, ...], before: tuple[tuple[int, ...] | None, ...]) -> ShardInfo:
+    leaves = [
+        ShardedLeaf(row.path, dtype_name(x), shape, tuple(x.shape), row.sharding.shard_shape(tuple(x.shape)), row.spec)
+        for x, row, shape in zip(out, lies, before)
+        if row is not None and shape is not None
+    ]
+    meshes = [row.sharding.mesh for row in lies if row is not None]
+    devices = tuple(d.id for d in np.asarray(meshes[0].devices).flat) if meshes else ()
+    return ShardInfo(tuple(leaves), devices)
