@@ -1,5 +1,7 @@
 """Shard any Equinox model, or any PyTree, over any JAX mesh: the plan is a value."""
 
+from ._analyze import Analysis as Analysis, analyze as analyze, AxisUse as AxisUse, LeafBytes as LeafBytes
+from ._agree import check_processes as check_processes
 from ._apply import apply as apply, constrain_to as constrain_to
 from ._auto import (
     auto_plan as auto_plan,
@@ -9,23 +11,31 @@ from ._auto import (
     MIN_BYTES as MIN_BYTES,
 )
 from ._axes import PartitionAxis as PartitionAxis
+from ._check import validate as validate
+from ._batch import shard_batch as shard_batch
 from ._chip import Chip as Chip, CHIPS as CHIPS
 from ._convert import convert_plan as convert_plan
+from ._diff import Diff as Diff, diff as diff, Move as Move
 from ._errors import (
     DuplicateAxisError as DuplicateAxisError,
     FormatError as FormatError,
     IndivisibleError as IndivisibleError,
     MeshError as MeshError,
     MismatchError as MismatchError,
+    ProcessError as ProcessError,
     RankError as RankError,
     ShardingError as ShardingError,
     UnknownAxisError as UnknownAxisError,
 )
+from ._explain import explain as explain
 from ._gather import (
     gather as gather,
     replicate as replicate,
     shard_and_gather_fns as shard_and_gather_fns,
 )
+from ._init import init as init, init_array as init_array
+from ._issue import Issue as Issue
+from ._jit import filter_jit as filter_jit, PlannedJit as PlannedJit
 from ._layout import (
     plan_of as plan_of,
     shardings_of as shardings_of,
@@ -66,9 +76,18 @@ from ._names import (
     TP as TP,
     VOCAB as VOCAB,
 )
+from ._parallel import parallel_map as parallel_map
 from ._plan import LeafPlan as LeafPlan, replicated_plan as replicated_plan, ShardingPlan as ShardingPlan
+from ._prefetch import prefetch as prefetch
 from ._presets import tp_rules as tp_rules
 from ._rules import parse_rules as parse_rules, rule_plan as rule_plan
+from ._shard_info import (
+    batch_statistics as batch_statistics,
+    ShardedLeaf as ShardedLeaf,
+    ShardInfo as ShardInfo,
+    ShardStats as ShardStats,
+)
+from ._share import process_share as process_share, process_slice as process_slice, Share as Share
 from ._spec import (
     axis_names as axis_names,
     canonical as canonical,
@@ -80,7 +99,19 @@ from ._spec import (
     shard_factor as shard_factor,
     shard_shape as shard_shape,
 )
+from ._stray import StrayError as StrayError
 from ._tree import is_array as is_array
+from .compiler import (
+    Collective as Collective,
+    collectives as collectives,
+    compile_report as compile_report,
+    compile_reports as compile_reports,
+    CompileReport as CompileReport,
+    Program as Program,
+    TargetError as TargetError,
+)
+from .report import report as report
+from ._use import use as use
 
 
 __version__ = "0.1.0"

@@ -1,0 +1,157 @@
+"""What one instruction computes: FLOPs, bytes touched, and how long that takes."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from .._chip import Chip
+from ._hlo import Computation, Instruction, Module, shape_arrays, shape_bytes
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+# These cost nothing by themselves: names for data, or waits for what runs beside.
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast copy-start copy-done slice-start slice-done async-start "
+    "async-done async-update after-all add-dependency partition-id replica-id optimization-barrier while conditional "
+    "call domain get-dimension-size send send-done recv recv-done infeed outfeed iota".split()
+)
+_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "Sharding", "annotate_device_placement", "AsyncCollective")
+_DTYPES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "float32", "f64": "float64", "s8": "int8", "u8": "int8"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an instruction does, and its estimated time."""
+
+    seconds: float
+    flops: float
+    bytes: float
+    products: bool
+    """Whether its time is that of matrix products rather than of memory."""
+
+
+NOTHING = Work(0.0, 0.0, 0.0, False)
+
+
+def work_of(module: Module, where: Computation, at: Instruction, chip: Chip) -> Work:
+    """The work of one instruction: the compiler's own cycles where it wrote them, else the chip's peaks."""
+    if at.opcode in _FREE or (at.opcode == "custom-call" and any(n in at.attributes for n in _FREE_CALLS)):
+        return NOTHING
+    flops, dtype = _flops(module, where, at)
+    touched = _touched(module, where, at)
+    by_flops, by_bytes = flops / chip.peak(dtype), touched / chip.hbm_bandwidth
+    cycles = _CYCLES.search(at.config) if chip.clock else None
+    if cycles:
+        return Work(int(cycles.group(1)) / chip.clock, flops, touched, flops > 0)
+    return Work(max(by_flops, by_bytes), flops, touched, by_flops > by_bytes)
+
+
+def _flops(module: Module, where: Computation, at: Instruction) -> tuple[float, str]:
+    """FLOPs of the matrix products in an instruction, and their dtype."""
+    if at.opcode == "dot":
+        return _dot(where, at)
+    if at.opcode == "convolution":
+        return _convolution(where, at)
+    if at.opcode == "custom-call" and re.search(r"matmul|gemm", at.attributes, re.IGNORECASE):
+        return _matmul_call(where, at)
+    if at.opcode != "fusion":
+        return 0.0, "bfloat16"
+    total, kind = 0.0, "bfloat16"
+    for name in at.called():
+        inner = module.computations.get(name)
+        for instruction in inner.instructions if inner else ():
+            flops, dtype = _flops(module, inner, instruction) if inner else (0.0, kind)
+            total, kind = total + flops, dtype if flops else kind
+    return total, kind
+
+
+def _array(where: Computation, at: Instruction, number: int) -> tuple[str, tuple[int, ...]]:
+    operand = where.by_name.get(at.operands[number]) if number < len(at.operands) else None
+    arrays = shape_arrays(operand.shape) if operand else []
+    return arrays[0] if arrays else ("bf16", ())
+
+
+def _dot(where: Computation, at: Instruction) -> tuple[float, str]:
+    dtype, left = _array(where, at, 0)
+    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", at.attributes)
+    dims = [int(d) for d in found.group(1).split(",") if d] if found else []
+    out = math.prod(shape_arrays(at.shape)[0][1]) if shape_arrays(at.shape) else 0
+    return 2.0 * out * math.prod(left[d] for d in dims if d < len(left)), _dtype(dtype)
+
+
+def _convolution(where: Computation, at: Instruction) -> tuple[float, str]:
+    dtype, kernel = _array(where, at, 1)
+    found = re.search(r"dim_labels=\w+_(\w+)->", at.attributes)
+    out = math.prod(shape_arrays(at.shape)[0][1]) if shape_arrays(at.shape) else 0
+    labels = found.group(1) if found else ""
+    summed = math.prod(n for label, n in zip(labels, kernel) if label != "o")
+    # A batched matmul written as a convolution over a dilated batch dimension meets each batch entry once.
+    window = re.search(r"window=\{size=([\dx]+)([^}]*)\}", at.attributes)
+    if window and "dilate" in window.group(2):
+        summed //= max(1, math.prod(int(n) for n in window.group(1).split("x")))
+    return 2.0 * out * summed, _dtype(dtype)
+
+
+def _matmul_call(where: Computation, at: Instruction) -> tuple[float, str]:
+    dtype, left = _array(where, at, 0)
+    _, right = _array(where, at, 1)
+    arrays = shape_arrays(at.shape)
+    if len(left) < 2 or len(right) < 2 or not arrays or not math.prod(arrays[0][1]):
+        return 0.0, _dtype(dtype)
+    # m·k times k·n over m·n is k²: right for a product of any layout without batch.
+    batch = math.prod(left[:-2])
+    out = math.prod(arrays[0][1])
+    summed = math.sqrt(math.prod(left) * math.prod(right) / (out * batch))
+    return 2.0 * out * summed, _dtype(dtype)
+
+
+def _dtype(name: str) -> str:
+    return "float8" if name.startswith("f8") else _DTYPES.get(name, "bfloat16")
+
+
+def _touched(module: Module, where: Computation, at: Instruction) -> float:
+    """Bytes read and written: of an operand that is only sliced, the slice; of one updated in place, the update."""
+    if at.opcode == "fusion":
+        inner = module.computations.get(next(iter(at.called()), ""))
+        if inner is not None:
+            return _touched_inside(inner)
+    read = [where.by_name[o] for o in at.operands if o in where.by_name]
+    return _moved(at, [shape_bytes(i.shape) for i in read])
+
+
+def _moved(at: Instruction, operands: list[int]) -> float:
+    if at.opcode in ("dynamic-slice", "slice", "gather"):
+        return 2 * shape_bytes(at.shape)
+    if at.opcode == "dynamic-update-slice":
+        return 2 * operands[1] if len(operands) > 1 else shape_bytes(at.shape)
+    return sum(operands) + shape_bytes(at.shape)
+
+
+def _touched_inside(inner: Computation) -> float:
+    users: dict[str, list[Instruction]] = {}
+    for i in inner.instructions:
+        for operand in i.operands:
+            users.setdefault(operand, []).append(i)
+    total = 0.0
+    for p in inner.parameters.values():
+        total += _read(inner, p, users)
+    root = inner.root
+    parts = [inner.by_name[o] for o in root.operands] if root is not None and root.opcode == "tuple" else [root]
+    for part in parts:
+        while part is not None and part.opcode in ("bitcast", "copy") and part.operands:
+            part = inner.by_name.get(part.operands[0])
+        if part is not None and part.opcode == "dynamic-update-slice" and len(part.operands) > 1:
+            part = inner.by_name.get(part.operands[1])
+        total += shape_bytes(part.shape) if part is not None else 0
+    return total
+
+
+def _read(inner: Computation, p: Instruction, users: dict[str, list[Instruction]]) -> float:
+    readers = users.get(p.name, [])
+    while len(readers) == 1 and readers[0].opcode == "bitcast":
+        p, readers = readers[0], users.get(readers[0].name, [])
+    if readers and all(r.opcode in ("dynamic-slice", "slice", "gather") and r.operands[0] == p.name for r in readers):
+        return sum(shape_bytes(r.shape) for r in readers)
+    if readers and all(r.opcode == "dynamic-update-slice" and r.operands[0] == p.name for r in readers):
+        return 0.0
+    return shape_bytes(p.shape)
