@@ -1,6 +1,7 @@
 """Whole again: trees to the host, or to every device."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -66,16 +67,16 @@ def gather(tree: PyTree[Any], *, to: Literal["all"] | int | None = None) -> PyTr
     data = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
     host: list[Any] = [fetch(x) if isinstance(x, jax.Array) and not is_here(x) else x for x in data]
     if isinstance(to, int) and jax.process_index() != to:
-        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves]
-        host = leaves
-    host = jax.device_get(host)
-    for i, x in enumerate(leaves):
+        host = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves]
+        keys = {}
+    there = [i for i, x in enumerate(host) if isinstance(x, jax.Array)]
+    for i, x in zip(there, jax.device_get([host[i] for i in there])):
+        host[i] = x
+    for i, x in enumerate(host):
         if isinstance(x, jax.ShapeDtypeStruct):
             host[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
         elif i in keys:
-            host[i] = jax.random.wrap_key_data(host[i], impl=keys[i])
-        elif not isinstance(x, jax.Array):
-            host[i] = x
+            host[i] = jax.random.wrap_key_data(x, impl=keys[i])
     return jtu.tree_unflatten(treedef, host)
 
 
@@ -96,7 +97,7 @@ def shard_and_gather_fns(
     """
 
     def shard_fn(leaf: LeafPlan) -> Callable[[Any], Any]:
-        one = plan.select(leaf.path)
+        one = ShardingPlan(plan.mesh, (replace(leaf, path=""),))
         return lambda x: apply(one, x)
 
     return {leaf.path: shard_fn(leaf) for leaf in plan}, {leaf.path: gather for leaf in plan}

@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from ._errors import MeshError, ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spec import canonical, UNCONSTRAINED
@@ -50,7 +51,9 @@ def spec_of(x: Any) -> PartitionSpec:
     """The canonical spec of one array, as `specs_of` gives it."""
     sharding = _sharding_of(x)
     if not isinstance(sharding, NamedSharding):
-        return PartitionSpec()
+        if sharding is None or sharding.is_fully_replicated:
+            return PartitionSpec()
+        raise ShardingError(f"no PartitionSpec describes {sharding}: `jax.device_put` the array with a NamedSharding.")
     sizes = dict(sharding.mesh.shape)
     spec = canonical(sharding.spec, sizes)
     if isinstance(x, Tracer) and AxisType.Auto in sharding.mesh.axis_types:
@@ -64,9 +67,9 @@ def plan_of(tree: PyTree[Any], mesh: MeshLike | None = None) -> ShardingPlan:
 
     ```python
     import eqshard, jax.numpy as jnp
-    tree = eqshard.replicate({"a": jnp.ones(3)}, eqshard.MeshSpec(data=8))
-    plan = eqshard.plan_of(tree)
-    assert plan.mesh.shape == {"data": 8} and len(plan) == 1
+    mesh = eqshard.MeshSpec(data=8)
+    tree = eqshard.replicate({"a": jnp.ones(3)}, mesh)
+    assert eqshard.plan_of(tree) == eqshard.replicated_plan(tree, mesh)
     ```
 
     **Arguments:**
@@ -77,21 +80,34 @@ def plan_of(tree: PyTree[Any], mesh: MeshLike | None = None) -> ShardingPlan:
 
     - `MeshError`: leaves lie on different meshes.
     """
-    rows = []
     leaves = array_leaves(tree)
     if mesh is None:
-        placed = any(isinstance(_sharding_of(x), NamedSharding) and _sharding_of(x).mesh.axis_names for _, x in leaves)
-        mesh = MeshSpec.of([x for _, x in leaves]) if placed else MeshSpec(device=1)
+        mesh = _mesh_of([x for _, x in leaves])
+    rows = []
     for path, x in leaves:
-        spec = spec_of(x)
-        sharding = _sharding_of(x)
-        kind = getattr(sharding, "memory_kind", None)
-        if kind is not None and not isinstance(x, Tracer) and kind == _default_kind(sharding):
-            kind = None
+        spec, kind = spec_of(x), _memory_kind(x)
         rows.append(LeafPlan(path, tuple(x.shape), dtype_name(x), spec, spec, kind, "as it lies"))
     return ShardingPlan(MeshSpec.of(mesh), tuple(rows))
 
 
-def _default_kind(sharding: Any) -> str | None:
-    devices = getattr(sharding, "_device_assignment", None) or tuple(sharding.device_set)
-    return devices[0].default_memory().kind if devices else None
+def _mesh_of(arrays: list[Any]) -> MeshSpec:
+    shardings = [_sharding_of(x) for x in arrays]
+    if any(isinstance(s, NamedSharding) and s.mesh.axis_names for s in shardings):
+        return MeshSpec.of(arrays)
+    concrete = [x for x in arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    devices = set().union(*(x.devices() for x in concrete if x.committed))
+    if len(devices) > 1:
+        raise MeshError(
+            f"leaves lie on {len(devices)} devices, and no NamedSharding says in what mesh: pass `mesh`, or `apply` a "
+            "plan first."
+        )
+    return MeshSpec(device=1) if not devices else MeshSpec.of(Mesh([*devices], "device", axis_types=(AxisType.Auto,)))
+
+
+def _memory_kind(x: Any) -> str | None:
+    """Where the array is kept, if not where its devices keep arrays by default."""
+    sharding = _sharding_of(x)
+    kind = getattr(sharding, "memory_kind", None)
+    if kind is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        return kind
+    return None if kind == min(sharding.device_set, key=lambda d: d.id).default_memory().kind else kind

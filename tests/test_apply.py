@@ -296,11 +296,15 @@ def test_inside_scan(m24):
         def body(x, _):
             return eqshard.apply(plan, jnp.cumsum(eqshard.apply(other, x), axis=1)), None
 
-        return jax.lax.scan(body, eqshard.apply(plan, x), None, length=3)[0]
+        out, _ = jax.lax.scan(body, eqshard.apply(plan, x), None, length=3)
+        return eqshard.apply(plan, out)  # on Auto axes the carry's layout is the compiler's choice
 
     x = jnp.arange(64.0).reshape(8, 8)
     out = run(x)
     assert out.sharding.spec == P("dp", "tp")
+    inner = [eqn for eqn in jax.make_jaxpr(run)(x).jaxpr.eqns[0].params["jaxpr"].eqns if eqn.primitive.name == "scan"]
+    names = [eqn.primitive.name for eqn in inner[0].params["jaxpr"].eqns]
+    assert sum(name in ("sharding_constraint", "reshard") for name in names) == 2
     np.testing.assert_array_equal(out, np.cumsum(np.cumsum(np.cumsum(x, axis=1), axis=1), axis=1))
 
 
