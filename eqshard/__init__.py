@@ -1,18 +1,18 @@
 """Shard any Equinox model, or any PyTree, over any JAX mesh: the plan is a value."""
 
-from ._analyze import Analysis as Analysis, analyze as analyze, AxisUse as AxisUse, LeafBytes as LeafBytes
+from . import checkpoint as checkpoint
 from ._agree import check_processes as check_processes
+from ._analyze import Analysis as Analysis, analyze as analyze, AxisUse as AxisUse, LeafBytes as LeafBytes
 from ._apply import apply as apply, constrain_to as constrain_to
 from ._auto import (
     auto_plan as auto_plan,
     auto_sharding as auto_sharding,
     auto_spec as auto_spec,
-    fsdp_plan as fsdp_plan,
     MIN_BYTES as MIN_BYTES,
 )
 from ._axes import PartitionAxis as PartitionAxis
-from ._check import validate as validate
 from ._batch import shard_batch as shard_batch
+from ._check import validate as validate
 from ._chip import Chip as Chip, CHIPS as CHIPS
 from ._convert import convert_plan as convert_plan
 from ._diff import Diff as Diff, diff as diff, Move as Move
@@ -28,6 +28,7 @@ from ._errors import (
     UnknownAxisError as UnknownAxisError,
 )
 from ._explain import explain as explain
+from ._fsdp import fsdp_plan as fsdp_plan
 from ._gather import (
     gather as gather,
     replicate as replicate,
@@ -101,6 +102,7 @@ from ._spec import (
 )
 from ._stray import StrayError as StrayError
 from ._tree import is_array as is_array
+from ._use import use as use
 from .compiler import (
     Collective as Collective,
     collectives as collectives,
@@ -110,8 +112,7 @@ from .compiler import (
     Program as Program,
     TargetError as TargetError,
 )
-from .report import report as report
-from ._use import use as use
+from .report import report as report, visualize_leaf as visualize_leaf
 
 
 __version__ = "0.1.0"

@@ -66,7 +66,7 @@ def choose(
     found: dict[int, StoredLeaf] = {}
     lost: list[str] = []
     for w in asked:
-        name = _renamed(w.path, rename)
+        name = renamed(w.path, rename)
         leaf = by_path.get(name)
         if leaf is None:
             leaf = by_keys.get(w.keys if name == w.path else keys_of(name))
@@ -77,7 +77,7 @@ def choose(
     used = {leaf.path for leaf in found.values()}
     left = [leaf for leaf in stored.leaves if leaf.path not in used and not _allowed(leaf, extra)]
     if only is not None:  # what lies outside was not asked for
-        parts = [keys_of(_renamed(p, rename)) for p in only]
+        parts = [keys_of(renamed(p, rename)) for p in only]
         left = [leaf for leaf in left if any(leaf.keys[: len(keys)] == keys for keys in parts)]
     _check_all(stored, lost, [shown(leaf.path) for leaf in left])
     _check_shapes(stored, asked, found)
@@ -96,7 +96,7 @@ def _unambiguous(leaves: Iterable[StoredLeaf]) -> dict[tuple[str, ...], StoredLe
     return {keys: leaf for keys, leaf in found.items() if leaf is not None}
 
 
-def _renamed(path: str, rename: Mapping[str, str]) -> str:
+def renamed(path: str, rename: Mapping[str, str]) -> str:
     """The stored name of a path: its own entry, or that of the longest part of it that has one."""
     if path in rename:
         return rename[path]
@@ -119,7 +119,9 @@ def _check_used(
     for word, names in (("only", only or ()), ("rename", tuple(rename))):
         for name in names:
             if not any(is_below(path, name) for path in paths):
-                raise MismatchError(f"`{word}` names `{name}`, below which the tree has no array; it has {some(paths)}.")
+                raise MismatchError(
+                    f"`{word}` names `{name}`, below which the tree has no array; it has {some(paths)}."
+                )
     if not asked and wanted:
         raise MismatchError(f"nothing to restore from {stored.where}: `only` is empty.")
 
@@ -142,7 +144,8 @@ def _check_all(stored: Contents, lost: list[str], left: list[str]) -> None:
 def _check_shapes(stored: Contents, asked: list[Wanted], found: dict[int, StoredLeaf]) -> None:
     wrong = [
         f"  {shown(w.path)} is {type_text(tuple(w.leaf.shape), dtype_name(w.leaf))}, "
-        f"stored as {found[w.number].type}" + (f" ({shown(found[w.number].path)})" if found[w.number].path != w.path else "")
+        f"stored as {found[w.number].type}"
+        + (f" ({shown(found[w.number].path)})" if found[w.number].path != w.path else "")
         for w in asked
         if w.number in found and tuple(w.leaf.shape) != found[w.number].shape
     ]

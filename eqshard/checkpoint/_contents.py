@@ -9,7 +9,7 @@ from .._plan import ShardingPlan
 from .._tree import some
 from .._value import Reader
 from ._eformer_contents import eformer_contents, INDEX
-from ._encode import key_words, kept_as, store_name
+from ._encode import kept_as, key_words, store_name
 from ._files import check_links, folders, is_file, local_path, PathLike, read_json
 from ._orbax_contents import array_names, METADATA, orbax_contents
 from ._safetensors_contents import is_safetensors, safetensors_contents
@@ -102,7 +102,9 @@ def _eqshard_contents(root: pathlib.Path) -> Contents:
         else:
             raise FormatError(f"{file} lists `{leaf.path}`, which is not in {state}.")
         leaves.append(
-            StoredLeaf(leaf.path, leaf.shape, leaf.dtype, leaf.spec, keys_of(leaf.path), impl, kept_as(leaf.dtype), source)
+            StoredLeaf(
+                leaf.path, leaf.shape, leaf.dtype, leaf.spec, keys_of(leaf.path), impl, kept_as(leaf.dtype), source
+            )
         )
     return Contents(root, "eqshard", tuple(leaves), plan)
 

@@ -47,7 +47,9 @@ class Progress:
         if has_library("rich"):
             rich = library("rich.progress")
             columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn())
-            bar = rich.Progress(*columns, rich.TimeRemainingColumn(), console=library("rich.console").Console(file=sys.stderr))
+            bar = rich.Progress(
+                *columns, rich.TimeRemainingColumn(), console=library("rich.console").Console(file=sys.stderr)
+            )
             task = bar.add_task(self.text, total=self.total)
             bar.start()
             self.draw, self.end = lambda n: bar.advance(task, n), bar.stop

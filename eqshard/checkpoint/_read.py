@@ -120,15 +120,15 @@ def _begin(job: Job, view: Any) -> Callable[[], jax.Array]:
 def _take(job: Job, view: Any, shape: tuple[int, ...], pieces: list[Index]) -> list[Callable[[], np.ndarray]]:
     """For each piece a function that gives it."""
     if view is None:  # of an array without elements nothing is stored
-        return [lambda: np.zeros([_size(s, n) for s, n in zip(index, shape)], job.stored.kept_as) for index in pieces]
+        return [lambda i=i: np.zeros([s.stop - s.start for s in i], job.stored.kept_as) for i in pieces]
     if not isinstance(job.stored.source, TensorSource):
-        return [lambda index=index: np.ascontiguousarray(view[index]).reshape(view[index].shape) for index in pieces]
+        return [lambda i=i: np.array(view[i]) for i in pieces]
     box = _box(pieces)
     if box is not None and len(pieces) > 1 and not _on_grid(pieces, read_chunk(view), shape):
         # Pieces that share chunks are cut from one read, so that no chunk is read twice.
         block = _once(begin_read(job.path, view, box))
         inner = [tuple(slice(s.start - b.start, s.stop - b.start) for s, b in zip(i, box)) for i in pieces]
-        return [lambda index=index: block()[index] for index in inner]
+        return [lambda i=i: block()[i] for i in inner]
     return [begin_read(job.path, view, index) for index in pieces]
 
 
@@ -154,7 +154,9 @@ def _box(pieces: list[Index]) -> Index | None:
 
 def _on_grid(pieces: list[Index], chunk: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return all(
-        s.start % c == 0 and (s.stop % c == 0 or s.stop == n) for piece in pieces for s, c, n in zip(piece, chunk, shape)
+        s.start % c == 0 and (s.stop % c == 0 or s.stop == n)
+        for piece in pieces
+        for s, c, n in zip(piece, chunk, shape)
     )
 
 

@@ -11,8 +11,8 @@ from .._apply import apply
 from .._errors import MismatchError
 from .._layout import plan_of
 from .._plan import match, named_shardings, ShardingPlan
-from .._tree import dtype_name, is_array, shown
-from ._choose import as_names, check_values, choose, Names, Wanted, wanted_leaves
+from .._tree import dtype_name, shown
+from ._choose import check_values, choose, Names, Wanted, wanted_leaves
 from ._contents import contents
 from ._files import PathLike
 from ._progress import Progress
@@ -121,12 +121,7 @@ def restore_contents(
     finally:
         bar.close()
     tree = jtu.tree_unflatten(treedef, leaves)
-    return _placed(plan, tree) if kept else tree
-
-
-def _placed(plan: ShardingPlan, tree: Any) -> Any:
-    """The leaves that kept their value, laid out too."""
-    return apply(plan, tree)
+    return apply(plan, tree) if kept else tree  # what kept its value is laid out too
 
 
 def _check_dtypes(wanted: list[Wanted], found: dict[int, StoredLeaf], cast: bool) -> None:
@@ -140,8 +135,10 @@ def _check_dtypes(wanted: list[Wanted], found: dict[int, StoredLeaf], cast: bool
         elif not want.startswith("key<") and jax.dtypes.canonicalize_dtype(np.dtype(want)) != np.dtype(want):
             wrong.append(f"  {shown(w.path)} is {want}, which this JAX would narrow")
     if wrong:
-        way = "Floats are cast to floats, and integers to integers; anything else is for you to do." if cast else (
-            "Pass `cast=True` to convert them on the way."
+        way = (
+            "Floats are cast to floats, and integers to integers; anything else is for you to do."
+            if cast
+            else ("Pass `cast=True` to convert them on the way.")
         )
         more = [f"  and {len(wrong) - 20} more"] if len(wrong) > 20 else []
         raise MismatchError("\n".join(["dtypes differ from the checkpoint's.", *wrong[:20], *more, f"  {way}"]))
@@ -153,5 +150,3 @@ def _can_cast(have: str, want: str) -> bool:
     old, new = np.dtype(have), np.dtype(want)
     kinds = (jax.numpy.floating, jax.numpy.integer, jax.numpy.complexfloating)
     return any(jax.numpy.issubdtype(old, k) and jax.numpy.issubdtype(new, k) for k in kinds)
-
-
