@@ -1,0 +1,219 @@
+"""Does a plan work? What is wrong with it is told, not raised."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from ._advice import advice, LARGE_BYTES, SMALL_BYTES, strays
+from ._errors import DuplicateAxisError, IndivisibleError, MeshError, RankError, ShardingError, UnknownAxisError
+from ._issue import Issue
+from ._kinds import kinds
+from ._leaf import LeafPlan
+from ._match import local_shape
+from ._mesh import MeshSpec
+from ._plan import ShardingPlan
+from ._spec import canonical, check, UNCONSTRAINED
+from ._tree import array_leaves, did_you_mean, dtype_name, is_dtype_name, type_text
+
+
+def validate(
+    plan: ShardingPlan,
+    tree: PyTree[Any] = None,
+    *,
+    small_bytes: int = SMALL_BYTES,
+    large_bytes: int = LARGE_BYTES,
+) -> tuple[Issue, ...]:
+    """Everything that is wrong or odd about a plan, errors first.
+
+    With no error among the issues, `apply(plan, tree)` works, and so does the layout in use; with one, it raises.
+
+    - **Errors** of a plan: `indivisible`, `unknown_axis`, `duplicate_axis`, `over_rank`, `bad_spec`, `bad_dtype`,
+        `bad_memory_kind`, `open_mesh`. Of a tree: `missing_leaf`, `extra_leaf`, `shape_mismatch`, `dtype_mismatch`,
+        `narrowed`, `deleted`, `no_devices`, `manual_axis`.
+    - **Warnings**. `large_replicated`: leaves of `large_bytes` or more lie whole on every device, are a tenth or more
+        of all that it holds, and could be split; not said of a plan that splits nothing, which is data parallel on
+        purpose. `over_memory`: at rest, more bytes than the mesh's chip has. `stray_devices`: a leaf was put on other
+        devices than the mesh's; `apply` moves it, but a jitted function that meets it beside others fails.
+    - **Infos**. `small_sharded`: a leaf of less than `small_bytes` is split. `unused_axis`: no leaf lies over a mesh
+        axis, though one of `large_bytes` or more could.
+
+    ```python
+    import eqshard
+    from jax.sharding import PartitionSpec as P
+    row = eqshard.LeafPlan(".w", (1023, 1024), "float32", spec=P("dp", "tp"), use=P("dp", "tp"))
+    plan = eqshard.ShardingPlan(eqshard.MeshSpec(dp=2, tp=4), (row,))
+    (issue,) = eqshard.validate(plan)
+    assert (issue.severity, issue.code, issue.path) == ("error", "indivisible", ".w")
+    ```
+
+    **Arguments:**
+
+    - `tree`: what the plan is for. Without it the plan is checked in itself, and no devices are asked for.
+    - `small_bytes`, `large_bytes`: the thresholds above.
+
+    **Returns:**
+
+    A tuple of `Issue`s; empty if there is nothing to say.
+    """
+    leaves = None if tree is None else array_leaves(tree)
+    where, errors = _where(plan, leaves)
+    errors += _row_errors(plan, where)
+    if leaves is None:
+        return (*errors, *advice(plan, small_bytes, large_bytes))
+    errors += _tree_errors(plan, leaves)
+    return (*errors, *strays(plan, leaves, where), *advice(plan, small_bytes, large_bytes))
+
+
+def _where(plan: ShardingPlan, leaves: list[tuple[str, Any]] | None) -> tuple[Mesh | AbstractMesh | None, list[Issue]]:
+    """The mesh that `apply` would place on: real devices only where real arrays wait for them."""
+    mesh = plan.mesh
+    if -1 in mesh.sizes:
+        remedy = "Make the plan for `mesh.resolve()` or `mesh.resolve(n)`."
+        return None, [Issue("error", "open_mesh", "", f"{mesh} has an axis whose size is still open.", remedy)]
+    if all(isinstance(x, (Tracer, jax.ShapeDtypeStruct)) for _, x in leaves or ()):
+        return mesh.abstract(), []
+    if "manual" in mesh.axis_types:
+        remedy = "Plan for `mesh.replace(axis_type='auto')`: only inside `jax.shard_map` are axes manual."
+        return mesh.abstract(), [Issue("error", "manual_axis", "", f"{mesh} has manual axes.", remedy)]
+    try:
+        return plan.build(), []
+    except MeshError as error:
+        remedy = "Plan for fewer devices, or run where these are."
+        return mesh.abstract(), [Issue("error", "no_devices", "", str(error), remedy)]
+
+
+class _Fault(NamedTuple):
+    code: str
+    message: str
+    remedy: str
+
+    def at(self, path: str) -> Issue:
+        return Issue("error", self.code, path, self.message, self.remedy)
+
+
+def _row_errors(plan: ShardingPlan, where: Mesh | AbstractMesh | None) -> Iterator[Issue]:
+    for kind in kinds(plan):
+        fault = _fault(kind.leaf, plan.mesh.shape, where)
+        if fault is not None:
+            yield from (fault.at(leaf.path) for leaf in kind.leaves)
+
+
+def _fault(leaf: LeafPlan, sizes: Mapping[str, int], where: Mesh | AbstractMesh | None) -> _Fault | None:
+    """The first thing that is wrong with a row in itself."""
+    if not is_dtype_name(leaf.dtype):
+        return _Fault("bad_dtype", f"no dtype is called {leaf.dtype!r}.", "Use a name such as 'float32'.")
+    fault = _spec_fault(leaf, leaf.spec, sizes)
+    if fault is None and leaf.use != leaf.spec:
+        fault = _spec_fault(leaf, leaf.use, sizes)
+        fault = fault and fault._replace(message=f"in use: {fault.message}")
+    if fault is None and where is not None:
+        fault = _memory_fault(leaf, where) or _jax_fault(leaf.spec, where, sizes) or _jax_fault(leaf.use, where, sizes)
+    return fault
+
+
+_CODES: Mapping[type[ShardingError], str] = {
+    UnknownAxisError: "unknown_axis",
+    DuplicateAxisError: "duplicate_axis",
+    RankError: "over_rank",
+    IndivisibleError: "indivisible",
+}
+
+
+def _spec_fault(leaf: LeafPlan, spec: PartitionSpec, sizes: Mapping[str, int]) -> _Fault | None:
+    if not all(map(_is_entry, spec)):
+        remedy = "Entries are None, an axis name, a tuple of names, or UNCONSTRAINED."
+        return _Fault("bad_spec", f"{spec} is no PartitionSpec of mesh axes.", remedy)
+    if spec.unreduced or spec.reduced:
+        remedy = "Leave them out: they are for values inside a step."
+        return _Fault("bad_spec", f"{spec} has unreduced or reduced axes; a leaf at rest or in use has none.", remedy)
+    try:
+        check(spec, leaf.shape, sizes, "?", leaf.dtype)
+    except ShardingError as error:
+        # The path is a field of the issue: without it, leaves with the same trouble have the same words.
+        text = str(error).replace(f"`?` {leaf.type}", leaf.type).replace("`?`", leaf.type)
+        message, _, ways = text.partition("\n  Ways out: ")
+        message = " ".join(line.strip() for line in message.splitlines())
+        return _Fault(_CODES[type(error)], message, f"Ways out: {ways}" if ways else _remedy(error, leaf, sizes))
+    return None
+
+
+def _is_entry(entry: Any) -> bool:
+    if entry is None or entry is UNCONSTRAINED or isinstance(entry, str):
+        return True
+    return isinstance(entry, tuple) and all(isinstance(axis, str) for axis in entry)
+
+
+def _remedy(error: ShardingError, leaf: LeafPlan, sizes: Mapping[str, int]) -> str:
+    if isinstance(error, UnknownAxisError):
+        return f"Use {', '.join(map(repr, sizes))}, or give the mesh that axis."
+    if isinstance(error, DuplicateAxisError):
+        return "Use each axis for one dimension; `None` leaves a dimension whole."
+    return f"Give at most {len(leaf.shape)} entries, one for each dimension."
+
+
+def _memory_fault(leaf: LeafPlan, where: Mesh | AbstractMesh) -> _Fault | None:
+    if leaf.memory_kind is None:
+        return None
+    try:
+        NamedSharding(where, PartitionSpec(), memory_kind=leaf.memory_kind)
+    except ValueError as error:
+        return _Fault("bad_memory_kind", _one_line(error), "Use a memory kind that the devices have, or None.")
+    return None
+
+
+def _jax_fault(spec: PartitionSpec, where: Mesh | AbstractMesh, sizes: Mapping[str, int]) -> _Fault | None:
+    """What JAX refuses though it divides: UNCONSTRAINED where no axis is Auto."""
+    try:
+        NamedSharding(where, canonical(spec, sizes))
+    except ValueError as error:
+        return _Fault("bad_spec", _one_line(error), "Say None, or an axis, for each dimension.")
+    return None
+
+
+def _one_line(error: ValueError) -> str:
+    return " ".join(str(error).split())
+
+
+def _tree_errors(plan: ShardingPlan, leaves: list[tuple[str, Any]]) -> Iterator[Issue]:
+    there = {path for path, _ in leaves}
+    for leaf in plan:
+        if leaf.path not in there:
+            remedy = "Make the plan from this tree, or `plan.select` the part that it is of."
+            yield Issue("error", "missing_leaf", leaf.path, f"planned as {leaf.type}, not in the tree.", remedy)
+    for path, x in leaves:
+        if path in plan:
+            yield from _leaf_errors(plan[path], x, plan.mesh)
+            continue
+        message = f"{type_text(tuple(x.shape), dtype_name(x))} is in the tree, not in the plan."
+        close = did_you_mean(path, [leaf.path for leaf in plan]) if len(plan) < 1000 else ""
+        yield Issue(
+            "error", "extra_leaf", path, message, "Make the plan from this tree, or merge a row for it." + close
+        )
+
+
+def _leaf_errors(leaf: LeafPlan, x: Any, mesh: MeshSpec) -> Iterator[Issue]:
+    if x.shape != leaf.shape and tuple(x.shape) != _local_shape(leaf, x, mesh):
+        message = f"shape {tuple(x.shape)} in the tree, {leaf.shape} in the plan."
+        yield Issue("error", "shape_mismatch", leaf.path, message, "Make the plan from this tree.")
+    if x.dtype.name != leaf.dtype:
+        message = f"{dtype_name(x)} in the tree, {leaf.dtype} in the plan."
+        yield Issue("error", "dtype_mismatch", leaf.path, message, f"Cast it to {leaf.dtype}, or plan this tree.")
+    if isinstance(x, np.ndarray) and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        message = f"{x.dtype}, which JAX would narrow to {jax.dtypes.canonicalize_dtype(x.dtype)}."
+        remedy = 'Cast it yourself, or call `jax.config.update("jax_enable_x64", True)`.'
+        yield Issue("error", "narrowed", leaf.path, message, remedy)
+    elif isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        remedy = "Use what the function that it was donated to has returned."
+        yield Issue("error", "deleted", leaf.path, "the array was deleted or donated.", remedy)
+
+
+def _local_shape(leaf: LeafPlan, x: Any, mesh: MeshSpec) -> tuple[int, ...]:
+    try:
+        return local_shape(leaf, x, mesh)
+    except ShardingError:  # told of the row already
+        return leaf.shape
