@@ -1,7 +1,7 @@
 """The plan: a layout for every array leaf of a tree, as a value."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ._errors import FormatError, MeshError, MismatchError, ShardingError
+from ._layer import check_stacked, layer_row, stacked_row, used_row
 from ._leaf import leaf_from_dict, leaf_plan as leaf_plan, leaf_to_dict, LeafPlan as LeafPlan
 from ._match import local_shape as _local_shape, match_rows, row_shardings, Rows  # noqa: F401
 from ._mesh import MeshLike, MeshSpec
@@ -161,6 +162,38 @@ class ShardingPlan(Value):
         for leaf in other:
             rows[at + leaf.path] = replace(leaf, path=at + leaf.path)
         return ShardingPlan(self.mesh, tuple(rows.values()))
+
+    def layer(self) -> "ShardingPlan":
+        """The plan of one layer of layers that are stacked along their first dimension, for `use` in a scan's body.
+
+        ```python
+        import eqshard, jax
+        from jax.sharding import PartitionSpec as P
+        layers = {"w": jax.ShapeDtypeStruct((12, 64, 64), "float32")}
+        plan = eqshard.replicated_plan(layers, eqshard.MeshSpec(tp=4)).at("w").set(P(None, "tp"))
+        assert plan.layer()["['w']"].spec == P("tp") and plan.layer().stack(12) == plan
+        ```
+
+        **Raises:**
+
+        - `ShardingError`: a leaf is cut along the first dimension, or has none, or holds another number of layers.
+        """
+        check_stacked(self)
+        return self._viewed("layer", layer_row)
+
+    def stack(self, n: int) -> "ShardingPlan":
+        """The plan of `n` such trees, stacked along a new first dimension that stays whole: `layer` undoes it."""
+        return self._viewed(("stack", n), lambda leaf: stacked_row(leaf, n))
+
+    def in_use(self) -> "ShardingPlan":
+        """The plan whose layouts at rest are those in use: `apply(plan.in_use(), model)` gathers once for many uses."""
+        return self._viewed("in_use", used_row)
+
+    def _viewed(self, name: Any, view: Callable[[LeafPlan], LeafPlan]) -> "ShardingPlan":
+        memo, key = self._rows.memo, ("view", name, self.mesh)
+        if key not in memo:
+            memo[key] = ShardingPlan(self.mesh, tuple(map(view, self)))
+        return memo[key]
 
     def specs(self, like: PyTree[Any] = None) -> Any:
         """The layouts at rest: `{path: spec}`, or a tree like `like` with None where it has no array."""

@@ -1,0 +1,174 @@
+"""Trees that are born in their layout."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ._apply import apply
+from ._auto import auto_plan
+from ._axes import PartitionAxis
+from ._errors import ShardingError
+from ._logical import logical_spec, STANDARD_NAMES
+from ._mesh import MeshLike, MeshSpec
+from ._names import LogicalAxes, Mode
+from ._plan import leaf_plan, match, named_shardings, ShardingPlan
+from ._put import _tracing as is_tracing
+from ._spec import UNCONSTRAINED
+from ._stray import check_devices
+from ._tree import array_leaves, is_array
+
+
+Planner = Callable[[PyTree[Any], MeshLike], ShardingPlan]
+"""A function of shapes and a mesh: `auto_plan`, `fsdp_plan`, `functools.partial(rule_plan, rules=...)`, ..."""
+
+
+@overload
+def init(plan: ShardingPlan, fn: Callable[..., Any], /, *args: Any) -> PyTree[Any]: ...
+
+
+@overload
+def init(
+    fn: Callable[..., Any], /, *args: Any, mesh: MeshLike, planner: Planner = auto_plan
+) -> tuple[PyTree[Any], ShardingPlan]: ...
+
+
+def init(first: Any, /, *args: Any, mesh: MeshLike | None = None, planner: Planner = auto_plan) -> Any:
+    """Calls `fn(*args)` so that the tree it makes is born in its layout: nothing ever holds a whole copy.
+
+    `fn` is compiled with the plan's layouts as those of its results, so each device computes its own pieces. The same
+    key gives the same values on every mesh (of JAX's default keys; those of `rbg` depend on the layout by their
+    nature). What `fn` returns besides arrays comes through as it is; an array that is there twice is made once.
+
+    ```python
+    import equinox as eqx, eqshard, jax
+    from jax.sharding import PartitionSpec as P
+
+    def make(key):
+        return eqx.nn.MLP(64, 64, 512, 2, key=key)
+
+    model, plan = eqshard.init(make, jax.random.key(0), mesh=eqshard.MeshSpec(fsdp=8), planner=eqshard.fsdp_plan)
+    assert model.layers[0].weight.sharding.spec == P("fsdp")
+    again = eqshard.init(plan, make, jax.random.key(0))
+    ```
+
+    **Arguments:**
+
+    - `plan`: for the tree that `fn` returns, as from `auto_plan(eqx.filter_eval_shape(fn, *args), mesh)`.
+    - `fn`: makes the tree: a model's class, a function, an optimizer's `init`.
+    - `args`: its arguments, arrays or not. (For keyword arguments use `functools.partial`.)
+    - `mesh`, `planner`: without a `plan`, what to make one with, from the shapes.
+
+    **Returns:**
+
+    The tree; without a `plan`, the tree and the plan that was made.
+
+    **Raises:**
+
+    - `MismatchError`: the tree is not the one that was planned; says which leaves.
+    - `ShardingError`: an argument lies on other devices than the plan's; says which.
+    """
+    if isinstance(first, ShardingPlan):
+        if mesh is not None or not args:
+            raise ShardingError("`init` takes a plan and a function, `init(plan, fn, *args)`; and then no `mesh`.")
+        fn, *rest = args
+        return _born(first, fn, tuple(rest), *_shape_of(fn, tuple(rest)))
+    if mesh is None:
+        raise ShardingError("`init` needs a plan, `init(plan, fn, *args)`, or a `mesh` to make one for.")
+    shape, twins = _shape_of(first, args)
+    plan = planner(shape, mesh)
+    return _born(plan, first, args, shape, twins), plan
+
+
+def init_array(
+    fn: Callable[[tuple[int, ...]], Any],
+    shape: Sequence[int],
+    axes: Sequence[Any] | LogicalAxes | PartitionSpec,
+    mesh: MeshLike,
+    *,
+    names: PartitionAxis = STANDARD_NAMES,
+    mode: Mode | str | int | None = None,
+    strict: bool = True,
+) -> Array:
+    """One array, born in the layout that its logical axes mean: `init` for a single parameter.
+
+    ```python
+    import eqshard, functools, jax
+    from eqshard import EMBED, VOCAB
+    from jax.sharding import PartitionSpec as P
+    normal = functools.partial(jax.random.normal, jax.random.key(0))
+    table = eqshard.init_array(normal, (1024, 64), (VOCAB, None), eqshard.MeshSpec(tp=8))
+    assert table.sharding.spec == P("tp")
+    ```
+
+    **Arguments:**
+
+    - `fn`: a function of the shape.
+    - `axes`: a logical name for each dimension, or a PartitionSpec.
+    - `names`, `mode`: what logical names mean, as of `logical_plan`.
+    - `strict`: whether a dimension that does not divide is an error; else it gives up axes.
+    """
+    shape, described = tuple(shape), MeshSpec.of(mesh)
+    if isinstance(axes, PartitionSpec):
+        spec = axes
+    else:
+        spec = logical_spec(axes, described, names=names, mode=mode, shape=shape)
+    struct = eqx.filter_eval_shape(fn, shape)
+    row = leaf_plan("", struct, spec, described, why="init_array", strict=strict)
+    return init(ShardingPlan(described, (row,)), fn, shape)
+
+
+def _shape_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[PyTree[Any], list[int]]:
+    """The shapes of what `fn` makes; and for each leaf the number of the first leaf that is the same object."""
+    twins: list[int] = []
+
+    def watched(*args: Any) -> Any:
+        out = fn(*args)
+        first: dict[int, int] = {}
+        twins[:] = [first.setdefault(id(x), i) for i, x in enumerate(jtu.tree_leaves(out))]
+        return out
+
+    return eqx.filter_eval_shape(watched, *args), twins
+
+
+def _born(
+    plan: ShardingPlan, fn: Callable[..., Any], args: tuple[Any, ...], shape: PyTree[Any], twins: list[int]
+) -> PyTree[Any]:
+    leaves, treedef = jtu.tree_flatten(shape)
+    order = match(plan, leaves, treedef)
+    if is_tracing():
+        return apply(plan, fn(*args))
+    mesh = plan.build()
+    check_devices(array_leaves(args), frozenset(mesh.devices.flat), "the plan's mesh")
+    targets = named_shardings(plan, mesh)
+    sources = [_source(i, leaves, order, twins, targets) for i in range(len(leaves))]
+    made = sorted({i for i in sources if i is not None})
+    dynamic, static = eqx.partition((fn, args), is_array)
+
+    def make(dynamic: Any) -> list[Any]:
+        fn, args = eqx.combine(dynamic, static)
+        out = jtu.tree_leaves(fn(*args))
+        return [out[i] for i in made]
+
+    layouts = [_settled(targets[row]) for row in (order[i] for i in made) if row is not None]
+    born = dict(zip(made, jax.jit(make, out_shardings=layouts)(dynamic)))
+    out = [x if i is None else born[i] for x, i in zip(leaves, sources)]
+    return apply(plan, jtu.tree_unflatten(treedef, out))  # places what `fn` returned as numpy, and moves nothing else
+
+
+def _source(
+    i: int, leaves: list[Any], order: list[int | None], twins: list[int], targets: list[NamedSharding]
+) -> int | None:
+    """Which result of the compiled function leaf `i` is: its own, or that of a twin that lies alike."""
+    row, twin = order[i], order[twins[i]]
+    if row is None or not isinstance(leaves[i], jax.ShapeDtypeStruct):
+        return None
+    return twins[i] if twin is not None and targets[twin] == targets[row] else i
+
+
+def _settled(sharding: NamedSharding) -> NamedSharding | None:
+    return None if UNCONSTRAINED in tuple(sharding.spec) else sharding
