@@ -8,7 +8,7 @@ import equinox as eqx
 
 from ._errors import FormatError, MeshError
 from ._tree import did_you_mean
-from ._value import Reader, short, Value
+from ._value import amount, Reader, short, Value, whole_number
 
 
 _NUMBERS = ("flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth")
@@ -27,19 +27,19 @@ class Chip(Value):
     """
 
     name: str = eqx.field(static=True)
-    flops: float = eqx.field(static=True)
+    flops: float = eqx.field(static=True, converter=float)
     """Peak bfloat16 FLOP/s."""
-    hbm_bytes: float = eqx.field(static=True)
-    hbm_bandwidth: float = eqx.field(static=True)
+    hbm_bytes: float = eqx.field(static=True, converter=float)
+    hbm_bandwidth: float = eqx.field(static=True, converter=float)
     """Bytes a second."""
-    link_bandwidth: float = eqx.field(static=True)
+    link_bandwidth: float = eqx.field(static=True, converter=float)
     """Bytes a second of one link, one way; behind a switch, of all of a chip's links together."""
-    link_latency: float = eqx.field(static=True, default=1e-6)
+    link_latency: float = eqx.field(static=True, converter=float, default=1e-6)
     """Seconds of one hop."""
-    host_bandwidth: float = eqx.field(static=True, default=6.25e9)
+    host_bandwidth: float = eqx.field(static=True, converter=float, default=6.25e9)
     """Bytes a second of one chip over the network between hosts or slices, one way."""
-    host_latency: float = eqx.field(static=True, default=1e-5)
-    clock: float = eqx.field(static=True, default=0.0)
+    host_latency: float = eqx.field(static=True, converter=float, default=1e-5)
+    clock: float = eqx.field(static=True, converter=float, default=0.0)
     """Cycles a second, as the chip's compiler counts them; 0 where it counts none."""
     switch: int = eqx.field(static=True, default=0)
     """How many chips one switch joins; 0 for a torus, where each chip is linked with its neighbours."""
@@ -59,21 +59,21 @@ class Chip(Value):
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {"name": self.name} | {name: getattr(self, name) for name in _NUMBERS}
         data |= {name: getattr(self, name) for name in (*_MORE, "switch", "wrap")}
-        return data | {"peaks": {dtype: peak for dtype, peak in self.peaks}}
+        return data | {"peaks": dict(self.peaks)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Chip":
         read = Reader(data, "chip")
         read.only("name", *_NUMBERS, *_MORE, "switch", "wrap", "peaks")
-        numbers = [float(read.get(n, (int, float))) for n in _NUMBERS]
-        known = {n: float(read.get(n, (int, float))) for n in _MORE if n in data}
-        whole = {n: int(read.get(n, int)) for n in ("switch", "wrap") if n in data}
+        numbers = [amount(read.get(n, (int, float)), f"chip {n}", positive=True) for n in _NUMBERS]
+        known = {n: amount(read.get(n, (int, float)), f"chip {n}") for n in _MORE if n in data}
+        switch, wrap = (whole_number(read.get(n, int, 0), f"chip {n}") for n in ("switch", "wrap"))
         peaks = read.get("peaks", Mapping, {})
         for dtype, peak in peaks.items():
             if not isinstance(dtype, str) or isinstance(peak, bool) or not isinstance(peak, (int, float)):
                 raise FormatError(f"chip: `peaks` must be dtypes with numbers, got {short(dtype)}: {short(peak)}.")
-        pairs = tuple((dtype, float(peak)) for dtype, peak in peaks.items())
-        return cls(read.get("name", str), *numbers, **known, **whole, peaks=pairs)
+        pairs = tuple((dtype, amount(peak, "chip peaks", positive=True)) for dtype, peak in peaks.items())
+        return cls(read.get("name", str), *numbers, **known, switch=switch, wrap=wrap, peaks=pairs)
 
 
 def _tpu(

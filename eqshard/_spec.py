@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from ._errors import DuplicateAxisError, FormatError, IndivisibleError, RankError, UnknownAxisError
+from ._errors import DuplicateAxisError, FormatError, IndivisibleError, RankError, ShardingError, UnknownAxisError
 from ._mesh import MeshLike, MeshSpec
 from ._tree import did_you_mean, itemsize, shown, size_text, type_text
 from ._value import short
@@ -24,9 +24,14 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def entries(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The entries of a spec; JAX refuses to iterate one that has unreduced axes."""
+    return spec.partitions
+
+
 def spec_text(spec: PartitionSpec) -> str:
     """A spec as people write it: `P('data', None, ('fsdp', 'tp'))`."""
-    return f"P({', '.join('UNCONSTRAINED' if e is UNCONSTRAINED else repr(e) for e in spec)})"
+    return f"P({', '.join('UNCONSTRAINED' if e is UNCONSTRAINED else repr(e) for e in entries(spec))})"
 
 
 def canonical(spec: PartitionSpec, sizes: Mapping[str, int] | None = None) -> PartitionSpec:
@@ -41,18 +46,18 @@ def canonical(spec: PartitionSpec, sizes: Mapping[str, int] | None = None) -> Pa
     assert eqshard.canonical(P(("x",), "one", None), {"x": 2, "one": 1}) == P("x")
     ```
     """
-    entries: list[Any] = []
-    for entry in spec:
+    parts: list[Any] = []
+    for entry in entries(spec):
         if entry is UNCONSTRAINED:
-            entries.append(entry)
+            parts.append(entry)
             continue
         axes = tuple(a for a in entry_axes(entry) if sizes is None or sizes.get(a, 0) != 1)
-        entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
-    while entries and entries[-1] is None:
-        entries.pop()
+        parts.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    while parts and parts[-1] is None:
+        parts.pop()
     if spec.unreduced or spec.reduced:
-        return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
-    return PartitionSpec(*entries)
+        return PartitionSpec(*parts, unreduced=spec.unreduced, reduced=spec.reduced)
+    return PartitionSpec(*parts)
 
 
 def axis_names(x: Any) -> tuple[str, ...]:
@@ -70,7 +75,7 @@ def axis_names(x: Any) -> tuple[str, ...]:
         spec = spec.spec if isinstance(spec, NamedSharding) else spec
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"expected PartitionSpecs, NamedShardings or a plan, got a {type(spec).__name__}.")
-        for entry in spec:
+        for entry in entries(spec):
             names.update(dict.fromkeys(entry_axes(entry)))
     return tuple(names)
 
@@ -86,7 +91,7 @@ def shard_factor(spec: PartitionSpec, mesh: MeshLike) -> int:
     """
     sizes = MeshSpec.of(mesh).shape
     _check_names(spec, sizes, "")
-    return math.prod(sizes[a] for entry in spec for a in entry_axes(entry))
+    return math.prod(sizes[a] for entry in entries(spec) for a in entry_axes(entry))
 
 
 def shard_shape(shape: Iterable[int], spec: PartitionSpec, mesh: MeshLike) -> tuple[int, ...]:
@@ -109,8 +114,7 @@ def shard_shape(shape: Iterable[int], spec: PartitionSpec, mesh: MeshLike) -> tu
 
 def cut(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """`shard_shape`, for a spec that was checked."""
-    entries = tuple(spec)[: len(shape)]
-    split = tuple(math.prod(sizes[a] for a in entry_axes(entry)) for entry in entries)
+    split = tuple(math.prod(sizes[a] for a in entry_axes(entry)) for entry in entries(spec)[: len(shape)])
     return tuple(dim // n for dim, n in zip(shape, split)) + shape[len(split) :]
 
 
@@ -138,7 +142,7 @@ def misfits(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int
             f"cannot lay {spec_text(spec)} over {shown(path)}: {len(spec)} entries for {len(shape)} dimensions."
         )
     found = []
-    for dim, entry in enumerate(tuple(spec)[: len(shape)]):
+    for dim, entry in enumerate(entries(spec)[: len(shape)]):
         axes = entry_axes(entry)
         factor = math.prod(sizes[a] for a in axes)
         if shape[dim] % factor:
@@ -147,8 +151,10 @@ def misfits(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int
 
 
 def _check_names(spec: PartitionSpec, sizes: Mapping[str, int], path: str) -> None:
+    if spec.unreduced or spec.reduced:
+        raise ShardingError(f"{spec} for {shown(path)}: a layout at rest has no unreduced or reduced axes.")
     seen: dict[str, int] = {}
-    for dim, entry in enumerate(spec):
+    for dim, entry in enumerate(entries(spec)):
         for axis in entry_axes(entry):
             if axis not in sizes:
                 raise UnknownAxisError(
@@ -183,7 +189,7 @@ def _ways_out(
     found: list[Misfit], spec: PartitionSpec, shape: tuple[int, ...], sizes: Mapping[str, int], dtype: str | None
 ) -> list[str]:
     ways = []
-    used = {dim for dim, entry in enumerate(spec) if entry_axes(entry)}
+    used = {dim for dim, entry in enumerate(entries(spec)) if entry_axes(entry)}
     first = found[0]
     for dim, n in enumerate(shape):
         if dim not in used and n and n % first.factor == 0:
@@ -194,7 +200,7 @@ def _ways_out(
     give_up = f"strict=False to make it {spec_text(fit)}"
     if dtype:
         whole = math.prod(shape) * itemsize(dtype)
-        ideal = whole / math.prod(sizes[a] for e in spec for a in entry_axes(e))
+        ideal = whole / math.prod(sizes[a] for e in entries(spec) for a in entry_axes(e))
         real = math.prod(cut(shape, fit, sizes)) * itemsize(dtype)
         give_up += f" (+{size_text(real - ideal)} per device)"
     return [*ways, give_up]
@@ -240,9 +246,9 @@ def fit_spec(spec: PartitionSpec, shape: Iterable[int], mesh: MeshLike, *, path:
 
 
 def _fit(spec: PartitionSpec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Fit:
-    entries: list[Any] = []
+    parts: list[Any] = []
     given_up: list[GivenUp] = []
-    for dim, entry in enumerate(tuple(spec)[: len(shape)]):
+    for dim, entry in enumerate(entries(spec)[: len(shape)]):
         axes = entry_axes(entry)
         kept = len(axes)
         while shape[dim] % math.prod(sizes[a] for a in axes[:kept]):
@@ -250,8 +256,8 @@ def _fit(spec: PartitionSpec, shape: tuple[int, ...], sizes: Mapping[str, int]) 
         lost = tuple(a for a in axes[kept:] if sizes[a] != 1)
         if lost:
             given_up.append(GivenUp(dim, shape[dim], lost))
-        entries.append(entry if kept == len(axes) else axes[:kept])
-    fitted = PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+        parts.append(entry if kept == len(axes) else axes[:kept])
+    fitted = PartitionSpec(*parts, unreduced=spec.unreduced, reduced=spec.reduced)
     return Fit(canonical(fitted, sizes), tuple(given_up))
 
 
@@ -277,7 +283,7 @@ def spec_to_list(spec: PartitionSpec) -> list[Any]:
         raise FormatError(f"{spec}: a layout at rest has no unreduced or reduced axes.")
     return [
         {"unconstrained": True} if e is UNCONSTRAINED else e if e is None or isinstance(e, str) else list(e)
-        for e in spec
+        for e in entries(spec)
     ]
 
 
@@ -285,14 +291,14 @@ def spec_from_list(data: Any, where: str) -> PartitionSpec:
     """The spec that `spec_to_list` wrote."""
     if not isinstance(data, list):
         raise FormatError(f"{where}: a spec is a list, got {short(data)}.")
-    entries: list[Any] = []
+    parts: list[Any] = []
     for e in data:
         if isinstance(e, dict) and e == {"unconstrained": True}:
-            entries.append(UNCONSTRAINED)
+            parts.append(UNCONSTRAINED)
         elif isinstance(e, list) and e and all(isinstance(a, str) for a in e):
-            entries.append(tuple(e))
+            parts.append(tuple(e))
         elif e is None or isinstance(e, str):
-            entries.append(e)
+            parts.append(e)
         else:
             raise FormatError(f"{where}: {short(e)} is no entry of a spec: expected null, a name or a list of names.")
-    return PartitionSpec(*entries)
+    return PartitionSpec(*parts)

@@ -137,10 +137,10 @@ def whole_number(value: Any, where: str, least: int = 0, most: int = 2**63 - 1) 
     return value
 
 
-def positive_number(value: int | float, where: str) -> float:
-    """`value`, if it is a number that a speed or an amount can be."""
-    if not 0 < value < 1e300:  # false of NaN too
-        raise FormatError(f"{where}: expected a positive number, got {short(value)}.")
+def amount(value: int | float, where: str, *, positive: bool = False) -> float:
+    """`value`, if it is a number that a speed, a time or an amount can be."""
+    if not 0 <= value < 1e300 or (positive and value == 0):  # not so for NaN either
+        raise FormatError(f"{where}: expected a {'positive ' * positive}number, got {short(value)}.")
     return float(value)
 
 
