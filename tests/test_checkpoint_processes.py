@@ -1,0 +1,139 @@
+"""Checkpoints of several processes: saved by n, restored by m; how much each of them reads."""
+
+import json
+import time
+
+import jax
+import numpy as np
+from checkpoint_trees import thorough
+from jax.sharding import PartitionSpec as P
+from processes import run_processes
+
+
+COUNTS = (1, 2, 4)
+AXES = {1: {"x": 8}, 2: {"x": 2, "y": 4}, 4: {"x": 4, "y": 2}}
+
+
+def values():
+    """What every process can make for itself."""
+    rng = np.random.default_rng(0)
+    return {
+        "rows": rng.standard_normal((32, 24), dtype="f4"),
+        "half": jax.numpy.bfloat16(rng.standard_normal((16, 8))),
+        "small": rng.integers(-8, 8, (8, 8)).astype("int8").astype("int4"),
+        "odd": rng.standard_normal((7, 3), dtype="f4"),
+        "key": jax.random.split(jax.random.key(1), 8),
+        "empty": np.zeros((0, 3), "f4"),
+        "count": np.int32(7) * np.ones((), "int32"),
+    }
+
+
+def plan_for(tree, n):
+    import eqshard
+
+    mesh = eqshard.MeshSpec(AXES[n])
+    plan = eqshard.replicated_plan(tree, mesh)
+    every = tuple(mesh.names)
+    for name, spec in (("rows", P(None, every)), ("half", P(*every)), ("small", P(every)), ("key", P("x"))):
+        plan = plan.at(f"['{name}']").set(spec)
+    return plan
+
+
+def save_body(path, n):
+    import eqshard
+
+    tree = values()
+    placed = eqshard.apply(plan_for(tree, n), tree)
+    placed["count"] = jax.numpy.int32(7)  # each process has its own, as counters of optimizers are
+    eqshard.checkpoint.save(path, placed, step=1)
+    checkpoints = eqshard.checkpoint.Checkpoints(path, keep=1)
+    writer = checkpoints.open()
+    for step in (2, 3):
+        writer.save(step, placed)
+    writer.close()
+    return checkpoints.latest()
+
+
+def restore_body(paths, n):
+    import eqshard
+
+    for path in paths:
+        tree = values()
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        plan = plan_for(like, n)
+        restored = eqshard.checkpoint.restore(path, like, plan)
+        for name, x in restored.items():
+            assert x.sharding.is_equivalent_to(plan.shardings()[f"['{name}']"], x.ndim)
+            have, want = x, tree[name]
+            if name == "key":
+                have, want = jax.random.key_data(x), jax.random.key_data(want)
+            want = np.asarray(want)
+            assert len(have.addressable_shards) == 8 // n
+            for shard in have.addressable_shards:
+                part = np.asarray(shard.data)
+                assert part.dtype == want.dtype and part.tobytes() == np.ascontiguousarray(want[shard.index]).tobytes()
+    return len(paths)
+
+
+def test_saved_by_n_processes_restored_by_m(tmp_path):
+    paths = []
+    for n in COUNTS:
+        paths.append(str(tmp_path / f"by{n}"))
+        assert set(run_processes(save_body, n, 8 // n, args=(paths[-1], n))) == {3}
+        assert sorted(p.name for p in (tmp_path / f"by{n}").iterdir()) == ["3"]
+    for m in COUNTS:
+        assert run_processes(restore_body, m, 8 // m, args=(paths, m)) == [3] * m
+
+
+def big(mib):
+    rng = np.random.default_rng(1)
+    return {f"w{i}": rng.standard_normal((1024, 256 * mib), dtype="f4") for i in range(4)}
+
+
+def bytes_read():
+    import tensorstore as ts
+
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in found for value in metric["values"])
+
+
+def read_body(paths, mib):
+    import eqshard
+
+    tree = big(mib)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    plan = eqshard.replicated_plan(like, eqshard.MeshSpec(x=8)).at("w").set(P("x"))
+    ratios = {}
+    for name, path in paths.items():
+        before, started = bytes_read(), time.perf_counter()
+        restored = eqshard.checkpoint.restore(path, like, plan)
+        jax.block_until_ready(restored)
+        own = sum(s.data.nbytes for x in restored.values() for s in x.addressable_shards)
+        assert own == sum(x.nbytes for x in tree.values()) // 2
+        ratios[name] = (bytes_read() - before) / own, time.perf_counter() - started
+        for key, x in restored.items():
+            for shard in x.addressable_shards:
+                assert (np.asarray(shard.data) == tree[key][shard.index]).all()
+    return ratios
+
+
+def test_each_process_reads_its_own_part(tmp_path):
+    import eqshard
+
+    mib = 64 if thorough() else 4
+    tree = big(mib)
+    sources = {
+        "one device": (eqshard.MeshSpec(x=1), P()),
+        "rows over 8": (eqshard.MeshSpec(x=8), P("x")),
+        "whole on 8": (eqshard.MeshSpec(x=8), P()),
+        "2 x 4 tiles": (eqshard.MeshSpec(x=2, y=4), P("x", "y")),
+    }
+    paths = {}
+    for name, (mesh, spec) in sources.items():
+        paths[name] = str(tmp_path / name)
+        plan = eqshard.replicated_plan(tree, mesh).at("w").set(spec)
+        eqshard.checkpoint.save(paths[name], eqshard.apply(plan, tree))
+    for found in run_processes(read_body, 2, 4, args=(paths, mib)):
+        print(json.dumps(found))
+        for name, (ratio, _) in found.items():
+            assert 0.5 < ratio <= 1.1, name
