@@ -38,12 +38,12 @@ class Model:
     """Of a configuration and a key."""
     batch: Callable[[Any, Array], Any]
     """Of a configuration and a key: what a step reads."""
-    loss: Callable[[Any, Any, Any, Hooks], Array]
-    """Of the model in the dtype of computation, the batch, the configuration and the hooks."""
     weights: Mapping[str, Dims]
     """A regular expression on the paths of weights, and the names of their dims; one of a stack has "layers" before."""
     values: Mapping[str, Dims]
     """What is pinned, by name; and what a step reads, by its path."""
+    loss: Callable[[Any, Any, Any, Hooks], Array] | None = None
+    """Of the model in the dtype of computation, the batch, the configuration and the hooks; None if it is not trained."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class Case:
 
 def training_case(name: str, size: str, model: Model) -> Case:
     """The case of one step of training with AdamW."""
-    config = model.sizes[size]
+    config, loss = model.sizes[size], model.loss
+    assert loss is not None
     optim = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
 
     def make(key: Array) -> tuple[Any, ...]:
@@ -98,7 +99,7 @@ def training_case(name: str, size: str, model: Model) -> Case:
 
     def build(hooks: Hooks) -> Callable[..., Any]:
         def loss_of(made: Any, batch: Any) -> Array:
-            return model.loss(cast(made, config.compute), batch, config, hooks)
+            return loss(cast(made, config.compute), batch, config, hooks)
 
         def step(made: Any, state: Any, batch: Any) -> tuple[Any, Any, Array]:
             loss, grads = eqx.filter_value_and_grad(loss_of)(made, batch)

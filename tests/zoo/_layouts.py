@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import eqshard
 import jax.tree_util as jtu
+from jax.sharding import PartitionSpec as P
+
+import eqshard
 from eqshard._tree import array_leaves, dtype_name, path_name
 from eqshard._use import use as eqshard_use
-from jax.sharding import PartitionSpec as P
 
 from ._case import Case, Dims, dims_of, Hooks
 
@@ -152,7 +153,7 @@ def spread(spec: P, shape: tuple[int, ...], dims: Dims, axes: Axes, mesh: eqshar
     entries = list(spec) + [None] * (len(shape) - len(spec))
     used = {a for e in entries if e is not None for a in ((e,) if isinstance(e, str) else e)}
     free = tuple(a for a in axes if a not in used)
-    if not free or len(shape) - dims.count("layers") < 2:  # norms and biases stay whole
+    if not free or sum(n > 1 and d != "layers" for n, d in zip(shape, dims)) < 2:  # norms and biases stay whole
         return spec
     for d in sorted(range(len(shape)), key=lambda d: -shape[d]):
         if entries[d] is None and dims[d] != "layers" and shape[d] % mesh.size(free) == 0:

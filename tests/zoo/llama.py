@@ -6,7 +6,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jax import Array
 
 from ._case import Hooks, Model, tokens
@@ -116,15 +115,10 @@ def loss(model: Llama, batch: Any, c: Config, hooks: Hooks) -> Array:
         x, _ = jax.lax.scan(body, x, model.layers)
     else:
         for i, layer in enumerate(model.layers):
-            x = jax.checkpoint(lambda l, x, at=f".layers[{i}]": block(hooks.use(l, at), x, c, hooks))(layer, x)
+            x = jax.checkpoint(lambda one, x, at=f".layers[{i}]": block(hooks.use(one, at), x, c, hooks))(layer, x)
     x = rms_norm(x, hooks.use(model.norm, ".norm"))
     logits = hooks.pin(x @ hooks.use(model.head, ".head"), "logits")
     return next_token_loss(logits, batch)
-
-
-def count(model: Any) -> int:
-    """How many numbers a model has."""
-    return sum(x.size for x in jtu.tree_leaves(model))
 
 
 _SIZES = {
@@ -157,7 +151,7 @@ VALUES = {
     "^$": ("batch", "length"),
 }
 
-SCANNED = Model(_SIZES, init, batch, loss, WEIGHTS, VALUES)
+SCANNED = Model(_SIZES, init, batch, WEIGHTS, VALUES, loss)
 
 UNROLLED = Model(
     {
@@ -167,7 +161,7 @@ UNROLLED = Model(
     },
     init,
     batch,
-    loss,
     WEIGHTS,
     VALUES,
+    loss,
 )

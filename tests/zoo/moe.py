@@ -178,7 +178,7 @@ _VALUES = {
 def _model(dispatch: str) -> Model:
     tiny = Config(8, 16, 2, 32, 8, 4, mlp=64, experts=8, vocab=64, dispatch=dispatch, compute="float32")
     bench = Config(64, 1024, 8, 1024, 16, 8, mlp=3584, experts=8, vocab=32000, dispatch=dispatch)
-    return Model({"tiny": tiny, "bench": bench}, init, batch, loss, _WEIGHTS, _VALUES)
+    return Model({"tiny": tiny, "bench": bench}, init, batch, _WEIGHTS, _VALUES, loss)
 
 
 BY_EINSUM, BY_INDEX = _model("einsum"), _model("index")
