@@ -254,6 +254,8 @@ class MeshSpec(Value):
         read.header()
         read.only("format", "version", "axes", "axis_types", "dcn", "chip", "devices")
         axes = read.get("axes", list)
+        if len(axes) > _MOST_AXES:
+            raise FormatError(f"mesh: at most {_MOST_AXES} axes, got {len(axes)}.")
         for pair in axes:
             if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
                 raise FormatError("mesh: `axes` must be a list of [name, size] pairs.")

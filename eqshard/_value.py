@@ -60,6 +60,8 @@ class Value(eqx.Module):
             data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
         except (ValueError, TypeError, RecursionError) as error:
             raise FormatError(f"cannot read a {cls.__name__}: not a JSON text ({error}).") from None
+        if not isinstance(data, dict):
+            raise FormatError(f"cannot read a {cls.__name__}: expected an object, got {short(data)}.")
         return cls.from_dict(data)
 
 
