@@ -8,9 +8,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
 from ._issue import Issue
-from ._kinds import Kind, kinds
-from ._pieces import device_count
-from ._plan import ShardingPlan
+from ._kinds import Kind
+from ._mesh import MeshSpec
 from ._tree import shown, size_text, some
 
 
@@ -22,19 +21,19 @@ LARGE_SHARE = 0.1
 """Nor are leaves that take a smaller part of what a device holds."""
 
 
-def advice(plan: ShardingPlan, small_bytes: int, large_bytes: int) -> list[Issue]:
-    """Warnings first."""
-    if device_count(plan.mesh) == 1:
-        return list(_over_memory(plan))
+def advice(mesh: MeshSpec, found: list[Kind], small_bytes: int, large_bytes: int) -> list[Issue]:
+    """What to say of leaves that can be laid out; warnings first."""
+    if mesh.size() == 1:
+        return list(_over_memory(mesh, found))
     return [
-        *_over_memory(plan),
-        *_large_replicated(plan, large_bytes),
-        *_unused_axes(plan, large_bytes),
-        *_small_sharded(plan, small_bytes),
+        *_over_memory(mesh, found),
+        *_large_replicated(mesh, found, large_bytes),
+        *_unused_axes(mesh, found, large_bytes),
+        *_small_sharded(found, small_bytes),
     ]
 
 
-def strays(plan: ShardingPlan, leaves: list[tuple[str, Any]], where: Mesh | AbstractMesh | None) -> Iterator[Issue]:
+def strays(leaves: list[tuple[str, Any]], where: Mesh | AbstractMesh) -> Iterator[Issue]:
     """Leaves that somebody put on other devices than the mesh's; where JAX placed one by default is no matter."""
     if not isinstance(where, Mesh):
         return
@@ -54,23 +53,23 @@ def _on_device(kind: Kind) -> bool:
     return kind.leaf.memory_kind in (None, "device")
 
 
-def _over_memory(plan: ShardingPlan) -> Iterator[Issue]:
-    chip = plan.mesh.chip
-    need = sum(kind.piece_bytes * len(kind) for kind in kinds(plan) if _on_device(kind))
+def _over_memory(mesh: MeshSpec, found: list[Kind]) -> Iterator[Issue]:
+    chip = mesh.chip
+    need = sum(kind.piece_bytes * len(kind) for kind in found if _on_device(kind))
     if chip is not None and need > chip.hbm_bytes:
         message = f"at rest a device holds {size_text(need)}; a {chip.name} has {size_text(chip.hbm_bytes)}."
         remedy = "Split more leaves, use more devices, or keep some in 'pinned_host' memory."
         yield Issue("warning", "over_memory", "", message, remedy)
 
 
-def _large_replicated(plan: ShardingPlan, large_bytes: int) -> Iterator[Issue]:
-    held = sum(kind.piece_bytes * len(kind) for kind in kinds(plan) if _on_device(kind))
-    if not any(kind.piece != kind.leaf.shape for kind in kinds(plan)):
+def _large_replicated(mesh: MeshSpec, found: list[Kind], large_bytes: int) -> Iterator[Issue]:
+    held = sum(kind.piece_bytes * len(kind) for kind in found if _on_device(kind))
+    if not any(kind.piece != kind.leaf.shape for kind in found):
         return
-    for kind in kinds(plan):
+    for kind in found:
         if kind.piece != kind.leaf.shape or kind.nbytes < large_bytes or not _on_device(kind):
             continue
-        way = _way_to_split(kind, plan)
+        way = _way_to_split(kind, mesh)
         whole = kind.nbytes * len(kind)
         if way is None or whole < LARGE_SHARE * held:
             continue
@@ -82,11 +81,11 @@ def _large_replicated(plan: ShardingPlan, large_bytes: int) -> Iterator[Issue]:
         yield Issue("warning", "large_replicated", kind.leaf.path, message, remedy)
 
 
-def _way_to_split(kind: Kind, plan: ShardingPlan) -> tuple[str, int, int] | None:
+def _way_to_split(kind: Kind, mesh: MeshSpec) -> tuple[str, int, int] | None:
     """The largest axis that divides a dimension, and the largest such dimension."""
     ways = [
         (size, n, -dim, axis)
-        for axis, size in plan.mesh.axes
+        for axis, size in mesh.axes
         for dim, n in enumerate(kind.leaf.shape)
         if size > 1 and n and n % size == 0
     ]
@@ -96,14 +95,12 @@ def _way_to_split(kind: Kind, plan: ShardingPlan) -> tuple[str, int, int] | None
     return axis, size, -dim
 
 
-def _unused_axes(plan: ShardingPlan, large_bytes: int) -> Iterator[Issue]:
-    used = {a for kind in kinds(plan) for axes in (*kind.axes, *kind.use_axes) for a in axes}
-    for axis, size in plan.mesh.axes:
+def _unused_axes(mesh: MeshSpec, found: list[Kind], large_bytes: int) -> Iterator[Issue]:
+    used = {a for kind in found for axes in (*kind.axes, *kind.use_axes) for a in axes}
+    for axis, size in mesh.axes:
         if size <= 1 or axis in used:
             continue
-        could = [
-            kind for kind in kinds(plan) if kind.nbytes >= large_bytes and any(n and n % size == 0 for n in kind.piece)
-        ]
+        could = [kind for kind in found if kind.nbytes >= large_bytes and any(n and n % size == 0 for n in kind.piece)]
         if could:
             first = max(could, key=lambda kind: kind.piece_bytes)
             message = f"no leaf lies over the mesh axis {axis!r}: everything is there {size} times."
@@ -111,8 +108,8 @@ def _unused_axes(plan: ShardingPlan, large_bytes: int) -> Iterator[Issue]:
             yield Issue("info", "unused_axis", "", message, remedy)
 
 
-def _small_sharded(plan: ShardingPlan, small_bytes: int) -> Iterator[Issue]:
-    for kind in kinds(plan):
+def _small_sharded(found: list[Kind], small_bytes: int) -> Iterator[Issue]:
+    for kind in found:
         if kind.nbytes >= small_bytes or kind.piece == kind.leaf.shape:
             continue
         message = f"{kind.leaf.type} has {size_text(kind.nbytes)}; a device holds {size_text(kind.piece_bytes)} of it."

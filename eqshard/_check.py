@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from ._advice import advice, LARGE_BYTES, SMALL_BYTES, strays
 from ._errors import DuplicateAxisError, IndivisibleError, MeshError, RankError, ShardingError, UnknownAxisError
 from ._issue import Issue
-from ._kinds import kinds
+from ._kinds import Kind, kinds
 from ._leaf import LeafPlan
 from ._match import local_shape
 from ._mesh import MeshSpec
@@ -33,7 +33,7 @@ def validate(
     With no error among the issues, `apply(plan, tree)` works, and so does the layout in use; with one, it raises.
 
     - **Errors** of a plan: `indivisible`, `unknown_axis`, `duplicate_axis`, `over_rank`, `bad_spec`, `bad_dtype`,
-        `bad_memory_kind`, `open_mesh`. Of a tree: `missing_leaf`, `extra_leaf`, `shape_mismatch`, `dtype_mismatch`,
+        `bad_memory_kind`. Of a tree: `missing_leaf`, `extra_leaf`, `shape_mismatch`, `dtype_mismatch`,
         `narrowed`, `deleted`, `no_devices`, `manual_axis`.
     - **Warnings**. `large_replicated`: leaves of `large_bytes` or more lie whole on every device, are a tenth or more
         of all that it holds, and could be split; not said of a plan that splits nothing, which is data parallel on
@@ -62,19 +62,22 @@ def validate(
     """
     leaves = None if tree is None else array_leaves(tree)
     where, errors = _where(plan, leaves)
-    errors += _row_errors(plan, where)
+    good: list[Kind] = []
+    for kind in kinds(plan):
+        fault = _fault(kind.leaf, plan.mesh.shape, where)
+        if fault is None:
+            good.append(kind)
+        else:
+            errors += [fault.at(leaf.path) for leaf in kind.leaves]
+    found = advice(plan.mesh, good, small_bytes, large_bytes)
     if leaves is None:
-        return (*errors, *advice(plan, small_bytes, large_bytes))
-    errors += _tree_errors(plan, leaves)
-    return (*errors, *strays(plan, leaves, where), *advice(plan, small_bytes, large_bytes))
+        return (*errors, *found)
+    return (*errors, *_tree_errors(plan, leaves), *strays(leaves, where), *found)
 
 
-def _where(plan: ShardingPlan, leaves: list[tuple[str, Any]] | None) -> tuple[Mesh | AbstractMesh | None, list[Issue]]:
+def _where(plan: ShardingPlan, leaves: list[tuple[str, Any]] | None) -> tuple[Mesh | AbstractMesh, list[Issue]]:
     """The mesh that `apply` would place on: real devices only where real arrays wait for them."""
     mesh = plan.mesh
-    if -1 in mesh.sizes:
-        remedy = "Make the plan for `mesh.resolve()` or `mesh.resolve(n)`."
-        return None, [Issue("error", "open_mesh", "", f"{mesh} has an axis whose size is still open.", remedy)]
     if all(isinstance(x, (Tracer, jax.ShapeDtypeStruct)) for _, x in leaves or ()):
         return mesh.abstract(), []
     if "manual" in mesh.axis_types:
@@ -96,14 +99,7 @@ class _Fault(NamedTuple):
         return Issue("error", self.code, path, self.message, self.remedy)
 
 
-def _row_errors(plan: ShardingPlan, where: Mesh | AbstractMesh | None) -> Iterator[Issue]:
-    for kind in kinds(plan):
-        fault = _fault(kind.leaf, plan.mesh.shape, where)
-        if fault is not None:
-            yield from (fault.at(leaf.path) for leaf in kind.leaves)
-
-
-def _fault(leaf: LeafPlan, sizes: Mapping[str, int], where: Mesh | AbstractMesh | None) -> _Fault | None:
+def _fault(leaf: LeafPlan, sizes: Mapping[str, int], where: Mesh | AbstractMesh) -> _Fault | None:
     """The first thing that is wrong with a row in itself."""
     if not is_dtype_name(leaf.dtype):
         return _Fault("bad_dtype", f"no dtype is called {leaf.dtype!r}.", "Use a name such as 'float32'.")
@@ -111,7 +107,7 @@ def _fault(leaf: LeafPlan, sizes: Mapping[str, int], where: Mesh | AbstractMesh 
     if fault is None and leaf.use != leaf.spec:
         fault = _spec_fault(leaf, leaf.use, sizes)
         fault = fault and fault._replace(message=f"in use: {fault.message}")
-    if fault is None and where is not None:
+    if fault is None:
         fault = _memory_fault(leaf, where) or _jax_fault(leaf.spec, where, sizes) or _jax_fault(leaf.use, where, sizes)
     return fault
 
@@ -125,12 +121,12 @@ _CODES: Mapping[type[ShardingError], str] = {
 
 
 def _spec_fault(leaf: LeafPlan, spec: PartitionSpec, sizes: Mapping[str, int]) -> _Fault | None:
-    if not all(map(_is_entry, spec)):
-        remedy = "Entries are None, an axis name, a tuple of names, or UNCONSTRAINED."
-        return _Fault("bad_spec", f"{spec} is no PartitionSpec of mesh axes.", remedy)
     if spec.unreduced or spec.reduced:
         remedy = "Leave them out: they are for values inside a step."
         return _Fault("bad_spec", f"{spec} has unreduced or reduced axes; a leaf at rest or in use has none.", remedy)
+    if not all(map(_is_entry, spec)):
+        remedy = "Entries are None, an axis name, a tuple of names, or UNCONSTRAINED."
+        return _Fault("bad_spec", f"{spec} is no PartitionSpec of mesh axes.", remedy)
     try:
         check(spec, leaf.shape, sizes, "?", leaf.dtype)
     except ShardingError as error:
