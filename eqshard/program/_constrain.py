@@ -1,0 +1,132 @@
+"""Writes planned layouts into a program: evaluates its jaxpr, with constraints where the plan has them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._errors import MismatchError
+from .._tree import is_array
+from ._build import inner_jaxpr
+from ._step import StepPlan
+from ._trace import trace
+
+
+def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with the layouts of a plan written in: the same signature and values, no edit of the model.
+
+    Inside `scan`, `while`, `cond`, `remat` and nested `jit` too. Call it under `jax.jit` or `eqx.filter_jit`.
+
+    ```python
+    import equinox as eqx, eqshard, jax, jax.numpy as jnp
+
+    def step(model, x):
+        return jax.vmap(model)(x).sum()
+
+    model, x = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0)), jnp.ones((32, 16))
+    plan = eqshard.step_plan(step, model, x, mesh=eqshard.MeshSpec(data=4, tp=2))
+    planned = eqx.filter_jit(eqshard.constrain(plan, step))
+    model, x = (eqshard.apply(p, a) for p, a in zip(plan.args, (model, x)))
+    assert jnp.allclose(planned(model, x), step(model, x), rtol=1e-5)
+    ```
+
+    **Raises:**
+
+    - `MismatchError`: `fn`, on these arguments, is not the program that was planned.
+    """
+
+    def constrained(*args: Any) -> Any:
+        traced = trace(fn, args)
+        if traced.fingerprint != plan.program:
+            raise MismatchError(
+                "this is not the program that was planned: another function, other shapes, or other static arguments. "
+                "Call `step_plan` with the same function and arguments."
+            )
+        arrays = [x for x in jtu.tree_leaves(args) if is_array(x)]
+        out = _Writer(plan, arrays).run(traced.jaxpr, arrays)
+        return traced.rebuild(out)
+
+    constrained.__name__ = getattr(fn, "__name__", "step")
+    constrained.__doc__ = getattr(fn, "__doc__", None)
+    return constrained
+
+
+class _Writer:
+    def __init__(self, plan: StepPlan, arrays: list[Any]):
+        self.points: dict[tuple[tuple[int, ...], str, int], PartitionSpec] = {
+            (path, side, slot): spec for path, side, slot, spec in plan.inner
+        }
+        self.inside = {path[:n] for path, *_ in plan.inner for n in range(1, len(path) + 1)}
+        self.mesh = _mesh(plan, arrays)
+
+    def put(self, x: Any, path: tuple[int, ...], side: str, slot: int) -> Any:
+        spec = self.points.get((path, side, slot))
+        if spec is None or len(spec) > jnp.ndim(x):
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def run(self, closed: Any, args: list[Any]) -> list[Any]:
+        args = [self.put(x, (), "arg", i) for i, x in enumerate(args)]
+        out = self.evaluate(closed.jaxpr, closed.consts, args, ())
+        return [self.put(x, (), "result", i) for i, x in enumerate(out)]
+
+    def evaluate(self, jaxpr: Any, consts: Any, args: list[Any], path: tuple[int, ...]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
+        read = lambda v: v.val if isinstance(v, core.Literal) else env[v]
+        for i, eqn in enumerate(jaxpr.eqns):
+            here = (*path, i)
+            ins = [self.put(read(v), here, "in", s) for s, v in enumerate(eqn.invars)]
+            ins = [self.put(x, here, "way", s) for s, x in enumerate(ins)]
+            out = self.equation(eqn, ins, here) if here in self.inside else _bind(eqn, ins, eqn.params)
+            env.update((v, self.put(x, here, "out", s)) for s, (v, x) in enumerate(zip(eqn.outvars, out)))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> list[Any]:
+        """An equation with constraints in or inside it."""
+        name, params = eqn.primitive.name, eqn.params
+        if name in ("jit", "pjit", "closed_call", "core_call"):
+            jaxpr, consts = inner_jaxpr(eqn)
+            return self.evaluate(jaxpr, consts, ins, path)
+        if name in ("remat2", "checkpoint", "remat") and hasattr(params["jaxpr"], "eqns"):
+            new = self.rewritten(params["jaxpr"], (), path)
+            return _bind(eqn, ins, params | {"jaxpr": new.jaxpr}) if not new.consts else _bind(eqn, ins, params)
+        if name == "scan":
+            first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+            body = self.rewritten(params["jaxpr"].jaxpr, params["jaxpr"].consts, path, range(first, last))
+            return _bind(eqn, ins, params | {"jaxpr": body})
+        if name == "while":
+            body = self.rewritten(params["body_jaxpr"].jaxpr, params["body_jaxpr"].consts, path)
+            return _bind(eqn, ins, params | {"body_jaxpr": body})
+        if name == "cond":
+            branches = tuple(self.rewritten(b.jaxpr, b.consts, (*path, i)) for i, b in enumerate(params["branches"]))
+            return _bind(eqn, ins, params | {"branches": branches})
+        return _bind(eqn, ins, params)  # custom gradients keep their own rules, and what is inside
+
+    def rewritten(self, jaxpr: Any, consts: Any, path: tuple[int, ...], carries: range = range(0)) -> Any:
+        """The jaxpr of a body, with its constraints."""
+
+        def body(*args: Any) -> list[Any]:
+            pinned = [self.put(x, path, "carry", i - carries.start) if i in carries else x for i, x in enumerate(args)]
+            return self.evaluate(jaxpr, consts, pinned, path)
+
+        return jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
+
+
+def _bind(eqn: Any, ins: list[Any], params: Any) -> list[Any]:
+    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _mesh(plan: StepPlan, arrays: list[Any]) -> Any:
+    """The mesh that the arguments are traced on, if it is the plan's; else the plan's own."""
+    for x in arrays:
+        if isinstance(x, Tracer):
+            mesh = jax.typeof(x).sharding.mesh
+            if not mesh.empty and (mesh.axis_names, mesh.axis_sizes) == (plan.mesh.names, plan.mesh.sizes):
+                return mesh
+    return plan.mesh.build()

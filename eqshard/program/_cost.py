@@ -1,0 +1,98 @@
+"""What moving and computing takes, in seconds, on a machine of a few numbers."""
+
+import math
+from dataclasses import dataclass
+
+from .._chip import Chip, CHIPS
+from .._mesh import MeshSpec
+
+
+State = tuple[int, ...]
+"""For each mesh axis the dimension of a value that it cuts, or -1."""
+
+HOP = 1e-6
+"""Seconds that a collective takes for each neighbour it passes."""
+FUSED = 0.4
+"""How much of the bytes that elementwise work makes go through memory; the rest is fused away."""
+MATMUL = 0.75
+"""How much of its peak a chip reaches in matrix products."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The mesh as costs see it: the axes larger than 1, with their bandwidths."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    bandwidths: tuple[float, ...]
+    """Bytes a second that a device sends along each axis."""
+    chip: Chip
+
+    @classmethod
+    def of(cls, mesh: MeshSpec) -> "Machine":
+        chip = mesh.chip or CHIPS["v5e"]
+        axes = [(n, s) for n, s in mesh.axes if s > 1]
+        across = tuple(_bandwidth(chip, s, n in mesh.dcn) for n, s in axes)
+        return cls(tuple(n for n, _ in axes), tuple(s for _, s in axes), across, chip)
+
+    def factor(self, state: State) -> int:
+        """Into how many pieces a state cuts a value."""
+        return math.prod(n for n, d in zip(self.sizes, state) if d >= 0)
+
+    def gather(self, axis: int, gathered: float) -> float:
+        """An all-gather, or a reduce-scatter, of so many bytes in all along an axis."""
+        n = self.sizes[axis]
+        return (n - 1) * HOP + gathered * (n - 1) / n / self.bandwidths[axis]
+
+    def exchange(self, axis: int, total: float) -> float:
+        """An all-to-all of so many bytes in all along an axis."""
+        n = self.sizes[axis]
+        return (n - 1) * HOP + total / 4 / self.bandwidths[axis]
+
+    def move(self, nbytes: float, have: State, want: State) -> float:
+        """Seconds to bring a value from one state to another."""
+        if have == want:
+            return 0.0
+        local = nbytes / self.factor(have)
+        seconds = 0.0
+        for n, h, w in zip(self.sizes, have, want):  # cutting is free, and makes the rest cheaper
+            if h < 0 <= w:
+                local /= n
+        for axis, (n, h, w) in enumerate(zip(self.sizes, have, want)):
+            if h >= 0 and w >= 0 and h != w:
+                seconds += self.exchange(axis, local * n)
+        for axis, (n, h, w) in enumerate(zip(self.sizes, have, want)):
+            if w < 0 <= h:
+                local *= n
+                seconds += self.gather(axis, local)
+        return seconds
+
+    def settle(self, nbytes: float, made: State, partial: tuple[bool, ...], want: State) -> float:
+        """Seconds to sum partial results and bring them where they are wanted."""
+        local = nbytes / self.factor(made)
+        seconds, state = 0.0, list(made)
+        for axis, (n, summed) in enumerate(zip(self.sizes, partial)):
+            if not summed:
+                continue
+            seconds += self.gather(axis, local)
+            if want[axis] >= 0:
+                local /= n
+                state[axis] = want[axis]
+            else:
+                seconds += self.gather(axis, local)
+        return seconds + self.move(nbytes, tuple(state), want)
+
+    def compute(self, flops: float, nbytes: float) -> float:
+        """Seconds of work on one device, whichever of arithmetic and memory is slower."""
+        return max(flops / (self.chip.flops * MATMUL), nbytes / self.chip.hbm_bandwidth)
+
+    def stream(self, nbytes: float) -> float:
+        """Seconds that elementwise work on so many bytes takes on one device."""
+        return FUSED * nbytes / self.chip.hbm_bandwidth
+
+
+def _bandwidth(chip: Chip, size: int, across_hosts: bool) -> float:
+    if across_hosts:
+        return float(getattr(chip, "host_bandwidth", 0.0) or chip.link_bandwidth / 8)
+    wraps = size % 16 == 0 if chip.name in ("v5e", "v6e") else size % 4 == 0
+    return chip.link_bandwidth * (2 if wraps else 1)

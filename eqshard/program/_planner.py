@@ -1,0 +1,262 @@
+"""`step_plan`: trace, read, price, solve, and say what came out."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .._errors import MismatchError
+from .._memory import BudgetError
+from .._mesh import MeshLike, MeshSpec
+from .._plan import LeafPlan, ShardingPlan
+from .._spec import canonical, check, entry_axes
+from .._tree import did_you_mean, size_text
+from ._build import build
+from ._cost import Machine, State
+from ._fold import fold_alike
+from ._graph import Graph
+from ._solve import Choice, Layout, own_seconds, Problem, problem, project, require, solve, work
+from ._step import Point, StepPlan
+from ._trace import trace, Traced
+
+
+def step_plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: MeshLike,
+    max_bytes: float | None = None,
+    fixed: Mapping[str, PartitionSpec] | None = None,
+    time_limit: float = 30.0,
+) -> StepPlan:
+    """Plans a step from its own program: the layouts of its arguments and of the values inside that make it fastest.
+
+    The step is traced, not run, and nothing is allocated. Values that lie together are found in its jaxpr; each matrix
+    product, convolution, gather and the like is priced for every way to cut it, with what it takes to bring its
+    operands there; and an integer program picks the cheapest that fits the memory.
+
+    ```python
+    import equinox as eqx, eqshard, jax, optax
+    optim = optax.adamw(1e-3)
+
+    def step(model, state, x):
+        grads = eqx.filter_grad(lambda m: (jax.vmap(m)(x) ** 2).mean())(model)
+        updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state
+
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 256, 256, 1024, 2, key=jax.random.key(0))
+    state = eqx.filter_eval_shape(lambda m: optim.init(eqx.filter(m, eqx.is_array)), model)
+    x = jax.ShapeDtypeStruct((512, 256), "float32")
+    plan = eqshard.step_plan(step, model, state, x, mesh=eqshard.MeshSpec(data=4, tp=2))
+    model_plan, state_plan, batch_plan = plan.args
+    ```
+
+    **Arguments:**
+
+    - `args`: arrays or shapes; leaves that are no arrays are part of the program.
+    - `mesh`: its `chip`, where known, gives the costs and the memory; else those of a TPU v5e.
+    - `max_bytes`: what a step may take on each device; by default the memory of `mesh.chip`, if it has one.
+    - `fixed`: layouts that are given: the name of an argument, or a regular expression on the paths of leaves, to a
+        PartitionSpec (which is cut to the rank of each leaf).
+    - `time_limit`: seconds that the solver may take; then the best so far is taken, and its gap said.
+
+    **Returns:**
+
+    A `StepPlan`: `plan.args` to lay the arguments out, `constrain(plan, fn)` to write the rest into the program.
+
+    **Raises:**
+
+    - `BudgetError`: nothing fits `max_bytes`.
+    """
+    described = MeshSpec.of(mesh)
+    described.size()
+    traced = trace(fn, args)
+    machine = Machine.of(described)
+    graph, ins, _ = build(traced.jaxpr, traced.kept)
+    said = _fixed(fn, traced, fixed or {}, described)
+    anchored = {graph.cluster(v): _as_layout(said[i], graph.dims(v), machine)
+                for i, v in enumerate(ins) if v is not None and i in said}  # fmt: skip
+    p = problem(graph, machine, ins, anchored)
+    own = own_seconds(p)
+    _add_reading(p, own, ins)
+    limit = described.chip.hbm_bytes if max_bytes is None and described.chip is not None else max_bytes
+    rows = _memory_rows(p, ins)
+    fold = fold_alike(graph, p.layouts, anchored)
+    limited = [(row, limit) for row in rows] if limit is not None else []
+    choice = solve(p, fold, own, limited, seconds=time_limit)
+    if choice is None:
+        assert limit is not None
+        raise BudgetError(_infeasible(p, rows, limit))
+    return _written(traced, described, p, own, rows, choice, ins)
+
+
+def _fixed(
+    fn: Callable[..., Any], traced: Traced, fixed: Mapping[str, PartitionSpec], mesh: MeshSpec
+) -> dict[int, PartitionSpec]:
+    """The layouts that were given, by the number of the argument's leaf."""
+    try:
+        parameters = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        parameters = []
+    found: dict[int, PartitionSpec] = {}
+    for key, spec in fixed.items():
+        hits = 0
+        for i, leaf in enumerate(traced.ins):
+            named = leaf.arg < len(parameters) and parameters[leaf.arg] == key
+            if not named and (key in parameters or not re.search(key, leaf.path)):
+                continue
+            hits += 1
+            cut = canonical(PartitionSpec(*tuple(spec)[: len(leaf.shape)]), mesh.shape)
+            check(cut, leaf.shape, mesh.shape, leaf.path, leaf.dtype)
+            found.setdefault(i, cut)
+        if not hits:
+            known = [*parameters, *(leaf.path for leaf in traced.ins)]
+            raise MismatchError(f"`fixed` names {key!r}, which is no argument and no leaf." + did_you_mean(key, known))
+    return found
+
+
+def _as_layout(spec: PartitionSpec, dims: tuple[int, ...], machine: Machine) -> Layout:
+    where = {axis: dims[d] for d, entry in enumerate(spec) for axis in entry_axes(entry)}
+    return tuple(where.get(axis, -1) for axis in machine.names)
+
+
+def _as_spec(state: State, machine: Machine, rank: int) -> PartitionSpec:
+    entries: list[tuple[str, ...]] = [()] * rank
+    for axis, dim in zip(machine.names, state):
+        if dim >= 0:
+            entries[dim] = (*entries[dim], axis)
+    return canonical(PartitionSpec(*entries))
+
+
+def _add_reading(p: Problem, own: dict[int, np.ndarray], ins: list[int | None]) -> None:
+    """Arguments are read once: this makes a cut batch better than a whole one."""
+    for v in ins:
+        if v is not None:
+            c, dims, nbytes = p.graph.cluster(v), p.graph.dims(v), p.graph.values[v].nbytes
+            own[c] = own[c] + [p.machine.stream(nbytes / p.machine.factor(project(lay, dims))) for lay in p.layouts[c]]
+
+
+def _memory_rows(p: Problem, ins: list[int | None]) -> list[dict[int, np.ndarray]]:
+    """Bytes on a device for each cluster and layout: the arguments, and beside them what is alive at the worst times."""
+    rest = _bytes_of(p, {v: 1.0 for v in ins if v is not None})
+    args = {v for v in ins if v is not None}
+    rows = []
+    for live in p.graph.live[:2] or [{}]:
+        here = _bytes_of(p, {v: n for v, n in live.items() if v not in args})
+        rows.append({c: rest.get(c, 0.0) + here.get(c, 0.0) for c in rest.keys() | here.keys()})
+    return rows
+
+
+def _bytes_of(p: Problem, values: dict[int, float]) -> dict[int, np.ndarray]:
+    found: dict[int, np.ndarray] = {}
+    for v, n in values.items():
+        c = p.graph.cluster(v)
+        if c in p.layouts:
+            dims, nbytes = p.graph.dims(v), n * p.graph.values[v].nbytes
+            here = np.array([nbytes / p.machine.factor(project(lay, dims)) for lay in p.layouts[c]])
+            found[c] = found.get(c, 0.0) + here
+    return found
+
+
+def _infeasible(p: Problem, rows: list[dict[int, np.ndarray]], limit: float) -> str:
+    least = max(sum(float(values.min()) for values in row.values()) for row in rows)
+    return (
+        f"no layout of this step fits {size_text(limit)} a device: by the planner's count at least {size_text(least)} "
+        "is needed.\n  Ways out: a larger mesh, remat, a smaller batch, or optimizer state on the host."
+    )
+
+
+def _written(
+    traced: Traced,
+    mesh: MeshSpec,
+    p: Problem,
+    own: dict[int, np.ndarray],
+    rows: list[dict[int, np.ndarray]],
+    choice: Choice,
+    ins: list[int | None],
+) -> StepPlan:
+    args: list[list[LeafPlan]] = [[] for _ in range(1 + max((leaf.arg for leaf in traced.ins), default=-1))]
+    for leaf, v in zip(traced.ins, ins):
+        rest = PartitionSpec() if v is None else _spec_of(p, choice, v)
+        use = rest if v is None else _use_of(p, choice, v, rest)
+        why = "too small to cut" if v is None else "planned" if use == rest else "stored apart from how it is used"
+        args[leaf.arg].append(LeafPlan(leaf.path, leaf.shape, leaf.dtype, rest, use, None, why))
+    index = {c: p.layouts[c].index(choice.layouts[c]) for c in p.layouts}
+    held = max((sum(float(values[index[c]]) for c, values in row.items()) for row in rows), default=0.0)
+    busy = sum(float(own[c][index[c]]) for c in own)
+    busy += sum(op.times * work(op, way, p.graph, p.machine) for op, way in zip(p.graph.ops, choice.ways))
+    notes = [f"{n} of `{name}` are taken as they are: whole" for name, n in p.graph.unknown.items()]
+    if choice.gap > 0.01:
+        notes.append(f"the solver stopped {100 * choice.gap:.0f} % from what it could prove best")
+    return StepPlan(
+        mesh=mesh,
+        args=tuple(ShardingPlan(mesh, tuple(rows_)) for rows_ in args),
+        inner=tuple(_points(p, choice, ins)),
+        program=traced.fingerprint,
+        seconds=choice.seconds,
+        compute_seconds=min(busy, choice.seconds),
+        bytes_per_device=held,
+        notes=tuple(notes),
+    )
+
+
+def _state_of(p: Problem, choice: Choice, v: int) -> State:
+    layout = choice.layouts.get(p.graph.cluster(v))
+    return (-1,) * len(p.machine.sizes) if layout is None else project(layout, p.graph.dims(v))
+
+
+def _spec_of(p: Problem, choice: Choice, v: int) -> PartitionSpec:
+    return _as_spec(_state_of(p, choice, v), p.machine, len(p.graph.values[v].shape))
+
+
+def _use_of(p: Problem, choice: Choice, v: int, rest: PartitionSpec) -> PartitionSpec:
+    """How the products that read an argument want it: by the names of its copies."""
+    for move in p.graph.moves:
+        if move.source != v or not move.path:
+            continue
+        copy = p.graph.cluster(move.target)
+        for op, way in zip(p.graph.ops, choice.ways):
+            for u, letters in op.operands:
+                if op.kind in ("dot", "conv", "gather") and _reads(p, u, copy):
+                    cut = {a: p.graph.dims(u)[d] for a, d in enumerate(require(way, letters)) if d >= 0}
+                    dims = p.graph.dims(move.target)
+                    state = tuple(dims.index(cut[a]) if cut.get(a, -1) in dims and cut.get(a, -1) >= 0 else -1
+                                  for a in range(len(p.machine.sizes)))  # fmt: skip
+                    return _as_spec(state, p.machine, len(dims))
+    return rest
+
+
+def _reads(p: Problem, u: int, copy: int) -> bool:
+    c = p.graph.cluster(u)
+    return c == copy or any(p.graph.cluster(m.target) == c and p.graph.cluster(m.source) == copy for m in p.graph.moves)
+
+
+def _points(p: Problem, choice: Choice, ins: list[int | None]) -> list[Point]:
+    """Where layouts are written: at arguments, results, loop carries, what operations read and make."""
+    graph, machine = p.graph, p.machine
+    found: dict[tuple[tuple[int, ...], str, int], PartitionSpec] = {}
+
+    def write(path: tuple[int, ...], side: str, slot: int, state: State, v: int) -> None:
+        found[path, side, slot] = _as_spec(state, machine, len(graph.values[v].shape))
+
+    for i, v in enumerate(ins):
+        if v is not None:
+            write((), "arg", i, _state_of(p, choice, v), v)
+    for m in graph.moves:
+        state = _state_of(p, choice, m.target)
+        if m.slot >= 0 and not m.path:
+            write((), "result", m.slot, state, m.target)
+        elif m.slot >= 0 and state != _state_of(p, choice, m.source):
+            write(m.path, "in", m.slot, state, m.target)
+    for path, slot, v in graph.carries:
+        write(path, "carry", slot, _state_of(p, choice, v), v)
+    for op, way in zip(graph.ops, choice.ways):
+        for slot, (v, letters) in zip(op.slots, op.operands):
+            want = require(way, letters)
+            if want != _state_of(p, choice, v):
+                write(op.path, "way", slot, want, v)
+        for slot, (v, _) in zip(op.out_slots, op.outs):
+            write(op.path, "out", slot, _state_of(p, choice, v), v)
+    return [(path, side, slot, spec) for (path, side, slot), spec in found.items()]

@@ -1,0 +1,299 @@
+"""Chooses a layout for each cluster and a way to run each operation: an integer program that is mostly a linear one."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ._cost import Machine, State
+from ._fold import Fold
+from ._graph import Graph, Move, Op
+
+
+Layout = tuple[int, ...]
+"""For each mesh axis the name that it cuts, or -1."""
+
+
+@dataclass
+class Choice:
+    """What was chosen: a layout for each cluster, the letters that each axis cuts for each operation."""
+
+    layouts: dict[int, Layout]
+    ways: list[tuple[int, ...]]
+    seconds: float
+    gap: float
+    variables: int
+
+
+@dataclass
+class Problem:
+    """A program on a machine, ready to be solved or priced."""
+
+    graph: Graph
+    machine: Machine
+    layouts: dict[int, list[Layout]]
+    """What each cluster may choose from."""
+    ways: list[list[tuple[int, ...]]]
+    """What each operation may choose from: for each axis a letter, or -1."""
+    free: set[int]
+    """Clusters that cost nothing to make in any layout."""
+
+
+def layouts_of(graph: Graph, machine: Machine, cluster: int, names: list[int], most: int) -> list[Layout]:
+    """Every way to lay the machine's axes on a cluster's names."""
+    found = []
+    for layout in itertools.product([-1, *names[:most]], repeat=len(machine.sizes)):
+        cut: dict[int, int] = {}
+        for n, name in zip(machine.sizes, layout):
+            if name >= 0:
+                cut[name] = cut.get(name, 1) * n
+        if all(graph.size(name) % n == 0 for name, n in cut.items()):
+            found.append(layout)
+    return found
+
+
+def ways_of(op: Op, machine: Machine) -> list[tuple[int, ...]]:
+    found = []
+    for way in itertools.product(range(-1, len(op.sizes)), repeat=len(machine.sizes)):
+        cut: dict[int, int] = {}
+        for n, letter in zip(machine.sizes, way):
+            if letter >= 0:
+                cut[letter] = cut.get(letter, 1) * n
+        if all(op.sizes[letter] % n == 0 for letter, n in cut.items()):
+            found.append(way)
+    return found
+
+
+def project(layout: Layout, dims: tuple[int, ...]) -> State:
+    """What a cluster's layout is for one of its values."""
+    return tuple(dims.index(name) if name >= 0 and name in dims else -1 for name in layout)
+
+
+def require(way: tuple[int, ...], letters: tuple[int, ...]) -> State:
+    """What an operation's way is for one of its values."""
+    return tuple(letters.index(x) if x >= 0 and x in letters else -1 for x in way)
+
+
+def partial(way: tuple[int, ...], op: Op) -> tuple[bool, ...]:
+    return tuple(x in op.reduced for x in way)
+
+
+def work(op: Op, way: tuple[int, ...], graph: Graph, machine: Machine) -> float:
+    """Seconds of an operation's own work, on one device, once."""
+    if op.kind == "opaque":
+        return 0.0
+    pieces = math.prod(n for n, x in zip(machine.sizes, way) if x >= 0)
+    nbytes = sum(graph.values[v].nbytes / machine.factor(require(way, letters)) for v, letters in op.operands + op.outs)
+    return machine.compute(op.flops / pieces, nbytes)
+
+
+def problem(graph: Graph, machine: Machine, args: list[int | None], fixed: dict[int, Layout]) -> Problem:
+    """Lists the choices. `fixed` are clusters whose layout is given."""
+    members: dict[int, list[int]] = {}
+    for v in range(len(graph.values)):
+        members.setdefault(graph.cluster(v), []).append(v)
+    used = {graph.cluster(v) for op in graph.ops for v, _ in op.operands + op.outs}
+    used |= {graph.cluster(v) for m in graph.moves for v in (m.source, m.target)}
+    used |= {graph.cluster(v) for v in args if v is not None}
+    most = {1: 16, 2: 6, 3: 4}.get(len(machine.sizes), 3)
+    layouts = {}
+    for cluster in used:
+        weight: dict[int, float] = {}
+        first: dict[int, tuple[int, int]] = {}
+        for rank, v in enumerate(members[cluster]):
+            for dim, name in enumerate(graph.dims(v)):
+                if name >= 0:
+                    weight[name] = weight.get(name, 0.0) + graph.values[v].nbytes * graph.values[v].times
+                    first.setdefault(name, (rank, dim))
+        names = sorted(weight, key=lambda n: (-weight[n], first[n]))
+        layouts[cluster] = [fixed[cluster]] if cluster in fixed else layouts_of(graph, machine, cluster, names, most)
+    made = {graph.cluster(v) for op in graph.ops for v, _ in op.outs}
+    made |= {graph.cluster(v) for v in args if v is not None} | {graph.cluster(m.target) for m in graph.moves}
+    ways = [ways_of(op, machine) for op in graph.ops]
+    return Problem(graph, machine, layouts, ways, set(used) - made)
+
+
+TIE = 1e-7
+"""Seconds by which a layout is worse for each place that it cuts later."""
+
+
+def _lateness(p: Problem, cluster: int, layout: Layout) -> int:
+    dims = p.graph.dims(cluster)
+    return sum(dims.index(name) + 1 if name in dims else len(dims) + 1 for name in layout if name >= 0)
+
+
+def own_seconds(p: Problem) -> dict[int, np.ndarray]:
+    """For each cluster and layout: elementwise work, and sums over names that are cut."""
+    graph, machine = p.graph, p.machine
+    # Of equal layouts, the one that cuts the first dimensions: batch before sequence before what heads are made of.
+    costs = {c: np.array([TIE * _lateness(p, c, lay) for lay in ls]) for c, ls in p.layouts.items()}
+    streams: dict[tuple[int, tuple[int, ...]], float] = {}
+    for v, times in graph.traffic:
+        c = graph.cluster(v)
+        if c in costs:
+            key = c, graph.dims(v)
+            streams[key] = streams.get(key, 0.0) + graph.values[v].nbytes * times
+    for (c, dims), nbytes in streams.items():
+        costs[c] += [machine.stream(nbytes / machine.factor(project(lay, dims))) for lay in p.layouts[c]]
+    sums: dict[tuple[int, tuple[int, ...], tuple[int, ...], float], float] = {}
+    for r in graph.reductions:
+        c = graph.cluster(r.value)
+        if c in costs:
+            names = tuple(sorted({graph.name(n) for n in r.names} - {-1}))
+            dims = graph.dims(r.out) if r.out >= 0 else ()
+            key = c, names, dims, graph.values[r.out].nbytes if r.out >= 0 else 4.0
+            sums[key] = sums.get(key, 0.0) + r.times
+    for (c, names, dims, nbytes), times in sums.items():
+        for i, lay in enumerate(p.layouts[c]):
+            cut = tuple(name in names for name in lay)
+            if any(cut):
+                state = project(lay, dims)
+                costs[c][i] += times * machine.settle(nbytes, state, cut, state)
+    return costs
+
+
+def link_tables(p: Problem, number: int) -> list[tuple[int, np.ndarray, list[int], list[int]]]:
+    """For an operation, each link to a cluster: the seconds between the states there and the states here.
+
+    Also, for each layout of the cluster and each way of the operation, which of these states it has.
+    """
+    op, graph, machine = p.graph.ops[number], p.graph, p.machine
+    links = []
+    for out, (v, letters) in [(False, x) for x in op.operands] + [(True, x) for x in op.outs]:
+        c = graph.cluster(v)
+        dims, nbytes = graph.dims(v), graph.values[v].nbytes
+        there = [project(lay, dims) for lay in p.layouts[c]]
+        here = [(require(w, letters), partial(w, op) if out else ()) for w in p.ways[number]]
+        states, wants = list(dict.fromkeys(there)), list(dict.fromkeys(here))
+        table = np.zeros((len(states), len(wants)))
+        if c not in p.free:
+            for i, s in enumerate(states):
+                for j, (w, summed) in enumerate(wants):
+                    table[i, j] = machine.settle(nbytes, w, summed, s) if out else machine.move(nbytes, s, w)
+        index_s, index_w = {s: i for i, s in enumerate(states)}, {w: j for j, w in enumerate(wants)}
+        links.append((c, table * op.times, [index_s[s] for s in there], [index_w[w] for w in here]))
+    return links
+
+
+def move_table(p: Problem, move: Move) -> tuple[np.ndarray, list[int], list[int]]:
+    """The seconds between the states of a move's two values, and which state each layout of their clusters is."""
+    graph = p.graph
+    source, target = graph.cluster(move.source), graph.cluster(move.target)
+    across = {b: a for a, b in move.pairs}
+    there = [project(lay, graph.dims(move.source)) for lay in p.layouts[source]]
+    here = [
+        tuple(across.get(d, -1) if d >= 0 else -1 for d in project(lay, graph.dims(move.target)))
+        for lay in p.layouts[target]
+    ]
+    states, wants = list(dict.fromkeys(there)), list(dict.fromkeys(here))
+    table = np.zeros((len(states), len(wants)))
+    if source not in p.free:
+        nbytes = graph.values[move.source].nbytes
+        table[:] = [[p.machine.move(nbytes, s, w) for w in wants] for s in states]
+    index_s, index_w = {s: i for i, s in enumerate(states)}, {w: j for j, w in enumerate(wants)}
+    return table * move.times, [index_s[s] for s in there], [index_w[w] for w in here]
+
+
+class _Lines:
+    """The rows and columns of a linear program as they come."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.entries: list[tuple[int, int, float]] = []
+        self.rhs: list[float] = []
+
+    def choose_one(self, costs: list[float]) -> int:
+        """Columns of which one is taken; returns the first."""
+        start, row = len(self.costs), len(self.rhs)
+        self.costs += costs
+        self.entries += [(row, start + i, 1.0) for i in range(len(costs))]
+        self.rhs.append(1.0)
+        return start
+
+    def link(self, table: np.ndarray, left: int, of_left: list[int], right: int, of_right: list[int]) -> None:
+        """Continuous columns for pairs of states, whose margins are the two choices."""
+        n, m = table.shape
+        base, row = len(self.costs), len(self.rhs)
+        self.costs += list(table.ravel())
+        self.rhs += [0.0] * (n + m)
+        self.entries += [(row + i, base + i * m + j, 1.0) for i in range(n) for j in range(m)]
+        self.entries += [(row + n + j, base + i * m + j, 1.0) for i in range(n) for j in range(m)]
+        self.entries += [(row + s, left + i, -1.0) for i, s in enumerate(of_left)]
+        self.entries += [(row + n + w, right + i, -1.0) for i, w in enumerate(of_right)]
+
+
+def solve(
+    p: Problem,
+    fold: Fold,
+    own: dict[int, np.ndarray],
+    rows: list[tuple[dict[int, np.ndarray], float]],
+    *,
+    seconds: float = 30.0,
+) -> Choice | None:
+    """The cheapest choice under memory rows `(bytes of each cluster and layout, at most)`; None if none fits."""
+    lines = _Lines()
+    start: dict[int, int] = {}
+    for c in p.layouts:
+        f = fold.cluster[c]
+        if f not in start:
+            start[f] = lines.choose_one([0.0] * len(p.layouts[f]))
+        for i, s in enumerate(own[c]):
+            lines.costs[start[f] + i] += float(s)
+    begin: dict[int, int] = {}
+    for f, count in fold.ops.items():
+        op = p.graph.ops[f]
+        begin[f] = lines.choose_one([count * op.times * work(op, w, p.graph, p.machine) for w in p.ways[f]])
+    integral = len(lines.costs)
+    for f, count in fold.ops.items():
+        for c, table, of_layout, of_way in link_tables(p, f):
+            lines.link(count * table, start[fold.cluster[c]], of_layout, begin[f], of_way)
+    for f, count in fold.moves.items():
+        move = p.graph.moves[f]
+        table, of_source, of_target = move_table(p, move)
+        a, b = (start[fold.cluster[p.graph.cluster(v)]] for v in (move.source, move.target))
+        lines.link(count * table, a, of_source, b, of_target)
+    found = _run(lines, [_row(coefficients, start, fold, len(lines.costs)) for coefficients, _ in rows],
+                 [limit for _, limit in rows], integral, seconds)  # fmt: skip
+    if found is None:
+        return None
+    x, total, gap = found
+    pick = lambda s, n: int(np.argmax(x[s : s + n]))
+    chosen = {f: pick(s, len(p.layouts[f])) for f, s in start.items()}
+    layouts = {c: p.layouts[c][chosen[fold.cluster[c]]] for c in p.layouts}
+    ways = [p.ways[n][pick(begin[f], len(p.ways[f]))] for n, f in enumerate(fold.op)]
+    return Choice(layouts, ways, total, gap, len(lines.costs))
+
+
+def _row(coefficients: dict[int, np.ndarray], start: dict[int, int], fold: Fold, n: int) -> np.ndarray:
+    line = np.zeros(n)
+    for c, values in coefficients.items():
+        s = start[fold.cluster[c]]
+        line[s : s + len(values)] += values
+    return line
+
+
+def _run(
+    lines: _Lines, rows: list[np.ndarray], limits: list[float], integral: int, seconds: float
+) -> tuple[np.ndarray, float, float] | None:
+    """Solves the linear program, and as an integer one only if that comes out fractional."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415 (dear to import, seldom needed)
+    from scipy.sparse import csr_array  # noqa: PLC0415
+
+    r, c, v = zip(*lines.entries)
+    rhs: Any = np.array(lines.rhs)
+    n = len(lines.costs)
+    constraints = [LinearConstraint(csr_array((v, (r, c)), shape=(len(rhs), n)), rhs, rhs)]
+    constraints += [LinearConstraint(row[None] / max(limit, 1.0), -np.inf, 1.0) for row, limit in zip(rows, limits)]
+    unit = max(*lines.costs, 1e-9)
+    objective = np.array(lines.costs) / unit
+    options = {"time_limit": seconds, "mip_rel_gap": 5e-3}
+    result = milp(objective, constraints=constraints, bounds=Bounds(0, 1), options=options)
+    gap = 0.0
+    if result.x is not None and np.abs(result.x[:integral] - np.rint(result.x[:integral])).max() > 1e-5:
+        whole = np.zeros(n)
+        whole[:integral] = 1
+        result = milp(objective, integrality=whole, constraints=constraints, bounds=Bounds(0, 1), options=options)
+        gap = float(result.mip_gap or 0.0)
+    return None if result.x is None else (result.x, float(result.fun * unit), gap)

@@ -1,0 +1,112 @@
+"""The plan of a step: a plan for each argument, and the layouts of the values inside."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import equinox as eqx
+from jax.sharding import PartitionSpec
+
+from .._errors import FormatError
+from .._mesh import MeshSpec
+from .._plan import ShardingPlan
+from .._spec import spec_from_list, spec_to_list
+from .._tree import size_text
+from .._value import header, Reader, Value, whole_number
+
+
+Point = tuple[tuple[int, ...], str, int, PartitionSpec]
+"""Where a layout is written: the equation's place, which side of it, which operand or result, and the layout."""
+
+SIDES = ("arg", "in", "way", "out", "carry", "result")
+
+
+class StepPlan(Value):
+    """The layouts of a whole step: of its arguments, and of the values inside it.
+
+    ```python
+    import eqshard, jax
+
+    def step(w, x):
+        return x @ w
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((512, 512), (1024, 512))]
+    plan = eqshard.step_plan(step, *shapes, mesh=eqshard.MeshSpec(data=8))
+    weights, batch = plan.args
+    print(plan)
+    ```
+    """
+
+    mesh: MeshSpec = eqx.field(static=True)
+    args: tuple[ShardingPlan, ...] = eqx.field(static=True)
+    """A plan for each argument, at rest and in use."""
+    inner: tuple[Point, ...] = eqx.field(static=True)
+    """The layouts that `constrain` writes into the program."""
+    program: str = eqx.field(static=True)
+    """A fingerprint of the program that this is a plan of."""
+    seconds: float = eqx.field(static=True, default=0.0)
+    """The predicted time of a step."""
+    compute_seconds: float = eqx.field(static=True, default=0.0)
+    """The part of it that is not communication."""
+    bytes_per_device: float = eqx.field(static=True, default=0.0)
+    """The predicted bytes on each device: arguments and what is alive at the worst moment."""
+    notes: tuple[str, ...] = eqx.field(static=True, default=())
+    """What the planner wants a person to know."""
+    options: tuple[tuple[str, str], ...] = eqx.field(static=True, default=())
+    """Compiler options that go with the layouts."""
+
+    def _key(self) -> Any:
+        return self.mesh, self.args, self.inner, self.program, self.options
+
+    def __iter__(self) -> Iterator[ShardingPlan]:
+        return iter(self.args)
+
+    def __repr__(self) -> str:
+        return (
+            f"StepPlan({len(self.args)} arguments, {len(self.inner)} inner layouts on {self.mesh}: "
+            f"{1e3 * self.seconds:.3g} ms, {size_text(self.bytes_per_device)} a device)"
+        )
+
+    @property
+    def communication_seconds(self) -> float:
+        """The predicted time of communication, none of it hidden."""
+        return self.seconds - self.compute_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        return header("step") | {
+            "args": [plan.to_dict() for plan in self.args],
+            "inner": [[list(path), side, slot, spec_to_list(spec)] for path, side, slot, spec in self.inner],
+            "program": self.program,
+            "mesh": self.mesh.to_dict(),
+            "seconds": self.seconds,
+            "compute_seconds": self.compute_seconds,
+            "bytes_per_device": self.bytes_per_device,
+            "notes": list(self.notes),
+            "options": [list(pair) for pair in self.options],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "StepPlan":
+        read = Reader(data, "step")
+        read.header()
+        numbers = ("seconds", "compute_seconds", "bytes_per_device")
+        read.only("format", "version", "args", "inner", "program", "mesh", "notes", "options", *numbers)
+        inner = []
+        for entry in read.get("inner", list):
+            if not (isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], list) and entry[1] in SIDES):
+                raise FormatError("step: `inner` holds [place, side, slot, spec] lists.")
+            place = tuple(whole_number(n, "step: place") for n in entry[0])
+            inner.append((place, entry[1], whole_number(entry[2], "step: slot"), spec_from_list(entry[3], "step")))
+        options = []
+        for pair in read.get("options", list, []):
+            if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, str) for x in pair)):
+                raise FormatError("step: `options` holds [name, value] pairs of strings.")
+            options.append((pair[0], pair[1]))
+        return cls(
+            mesh=MeshSpec.from_dict(read.get("mesh", Mapping)),
+            args=tuple(ShardingPlan.from_dict(plan) for plan in read.get("args", list)),
+            inner=tuple(inner),
+            program=read.get("program", str),
+            notes=read.strings("notes", ()),
+            options=tuple(options),
+            **{n: float(read.get(n, (int, float))) for n in numbers},
+        )
