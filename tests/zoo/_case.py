@@ -12,6 +12,8 @@ import jax.tree_util as jtu
 import optax
 from jax import Array
 
+import eqshard
+
 
 Dims = tuple[str | None, ...]
 """The names of an array's dimensions, None for one that no layout splits."""
@@ -43,7 +45,7 @@ class Model:
     values: Mapping[str, Dims]
     """What is pinned, by name; and what a step reads, by its path."""
     loss: Callable[[Any, Any, Any, Hooks], Array] | None = None
-    """Of the model in the dtype of computation, the batch, the configuration and the hooks; None if it is not trained."""
+    """Of the model in the dtype of computation, the batch, the configuration and the hooks; None: it is not trained."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,13 @@ class Case:
         """The step as a user writes it, without a layout."""
         return self.build(Hooks())
 
-    def layouts(self, mesh: Any) -> dict[str, Any]:
+    def layouts(self, mesh: eqshard.MeshLike) -> dict[str, Any]:
         """The layouts by hand, and those from weights alone, by name: each a `Layout`."""
-        from ._layouts import all_layouts  # it is about cases
+        from ._layouts import hand_written  # these are about cases
+        from ._weights import from_weights
 
-        return all_layouts(self, mesh)
+        described = eqshard.MeshSpec.of(mesh)
+        return hand_written(self, described) | from_weights(self, described)
 
     @property
     def parameters(self) -> int:

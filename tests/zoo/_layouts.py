@@ -89,11 +89,6 @@ def hand_written(case: Case, mesh: eqshard.MeshSpec) -> dict[str, Layout]:
     }
 
 
-def all_layouts(case: Case, mesh: eqshard.MeshLike) -> dict[str, Layout]:
-    """Every layout of a case, by name."""
-    return hand_written(case, eqshard.MeshSpec.of(mesh))
-
-
 def layout(case: Case, mesh: eqshard.MeshSpec, name: str, recipe: Recipe) -> Layout:
     """The plans and the step of a recipe."""
     weights = weight_plan(case, mesh, recipe)

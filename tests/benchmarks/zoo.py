@@ -1,0 +1,160 @@
+"""The zoo by the compiler: each case in each layout, compiled for a target that need not be there.
+
+    python tests/benchmarks/zoo.py --cases llama_scan,moe --layouts dp,fsdp,planned --cache FOLDER
+
+Prints for each the estimated time of a step, the bytes a chip sends and holds, and how long compiling took. What the
+compiler said is kept in the folder, by the program it was asked about, so that only what changed is compiled again;
+estimates are made anew each time.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import jax
+
+
+# This file is called as the package that it is about.
+sys.path[0] = str(pathlib.Path(__file__).parents[1])
+
+import zoo  # noqa: E402
+
+import eqshard  # noqa: E402
+from eqshard.compiler import as_target, CompileReport, Program, Target  # noqa: E402
+from eqshard.compiler._child import compile_elsewhere  # noqa: E402
+from eqshard.compiler._compile import report_on  # noqa: E402
+from eqshard.compiler._program import flatten, lower_for  # noqa: E402
+from eqshard.compiler._worker import Answer  # noqa: E402
+
+
+HAND_WRITTEN = ("dp", "zero1", "fsdp", "megatron", "tp_fsdp", "ep")
+"""The layouts of which the best that fits is what a planner is held against."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    case: str
+    layout: str
+    report: CompileReport | None
+    planning: float = 0.0
+    """Seconds to find the layout."""
+    failure: str = ""
+
+    @property
+    def milliseconds(self) -> float:
+        return self.report.step_seconds * 1e3 if self.report is not None and self.report.fits else math.inf
+
+
+def planned(case: zoo.Case, mesh: eqshard.MeshSpec) -> zoo.Layout:
+    """The layout that `step_plan` finds, in the step that `constrain` makes of the plain one."""
+    from eqshard import constrain, step_plan
+
+    plan = step_plan(case.step, *case.args, mesh=mesh)
+    return zoo.Layout("planned", tuple(plan.args), constrain(plan, case.step))
+
+
+def measure(case: zoo.Case, layout: zoo.Layout, target: Target, cache: pathlib.Path | None) -> CompileReport:
+    """What the compiler makes of a layout, from the cache if it was asked before."""
+    flat = flatten(Program(layout.step, case.args, layout.plans, case.donate), target)
+    job, flops = lower_for(flat, target)
+    asked = job.exported.mlir_module(), job.shardings, job.donated, job.options, target, jax.__version__
+    name = f"{case.name}-{case.size}-{layout.name}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
+    file = None if cache is None else cache / f"{name}.json.gz"
+    if file is not None and file.exists():
+        data = json.loads(gzip.decompress(file.read_bytes()))
+        answer = Answer(**data | {"coordinates": tuple(map(tuple, data["coordinates"]))})
+    else:
+        answer = compile_elsewhere([job], target)[0]
+        if file is not None:
+            file.write_bytes(gzip.compress(json.dumps(asdict(answer)).encode()))
+    chip = flat.mesh.chip or eqshard.CHIPS[target.chip]
+    return report_on(flat, answer, flops, chip, str(target))
+
+
+def mesh_of(target: Target, axes: str | None) -> eqshard.MeshSpec:
+    """The mesh of a target: as `data=4,tp=4` says, else "tp" is the last dim of its topology."""
+    if axes is not None:
+        sizes = {name: int(size) for name, size in (pair.split("=") for pair in axes.split(","))}
+    elif target.platform == "cpu":
+        sizes = {"data": target.size // 4, "tp": 4}
+    else:
+        sizes = dict(zip(("data", "tp") if len(target.topology) == 2 else ("data", "fsdp", "tp"), target.topology))
+    return eqshard.MeshSpec(sizes, chip=target.chip)
+
+
+def rows_of(
+    case: zoo.Case, wanted: list[str], target: Target, axes: str | None, cache: pathlib.Path | None
+) -> Iterator[Row]:
+    """A row for each wanted layout that the case has; all of them if none is named."""
+    mesh = mesh_of(target, axes)
+    layouts = case.layouts(mesh)
+    for name in wanted or [*layouts, "planned"]:
+        if name not in layouts and name != "planned":
+            continue
+        began = time.perf_counter()
+        try:
+            layout = planned(case, mesh) if name == "planned" else layouts[name]
+            planning = time.perf_counter() - began if name == "planned" else 0.0
+            yield Row(case.name, name, measure(case, layout, target, cache), planning)
+        except (ImportError, eqshard.ShardingError) as error:
+            yield Row(case.name, name, None, failure=f"{type(error).__name__}: {error}".splitlines()[0][:100])
+
+
+def line(row: Row, best: float | None) -> str:
+    """A row as the table prints it."""
+    start = f"| {row.case} | {row.layout} |"
+    if row.report is None:
+        return f"{start} {row.failure} |  |  |  |  |"
+    r = row.report
+    step = f"{r.step_seconds * 1e3:.1f}" if r.fits else "does not fit"
+    ratio = f"{row.milliseconds / best:.2f}" if best and r.fits else ""
+    took = f"{r.compile_seconds:.0f}" + (f" + {row.planning:.1f}" if row.planning else "")
+    wire = f"{r.wire_bytes / 1e6:.0f}" if not r.refused else ""
+    return f"{start} {step} | {ratio} | {wire} | {r.bytes_per_device / 1e9:.2f} | {took} |"
+
+
+def main() -> None:
+    """Reads the command line, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(zoo.NAMES), help="names of the zoo, between commas")
+    parser.add_argument("--layouts", default="", help="names of layouts, between commas; default: all, and planned")
+    parser.add_argument("--size", default="bench")
+    parser.add_argument("--target", default="v5e:4x4")
+    parser.add_argument("--mesh", default=None, help="the mesh, as data=4,tp=4; default: by the target's topology")
+    parser.add_argument("--cache", type=pathlib.Path, default=None, help="a folder for what the compiler said")
+    given = parser.parse_args()
+    target = as_target(given.target)
+    mesh = mesh_of(target, given.mesh)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", min(target.size, 512))
+    if given.cache is not None:
+        given.cache.mkdir(parents=True, exist_ok=True)
+    wanted = [name for name in given.layouts.split(",") if name]
+    print("| case | layout | est. step, ms | of the best by hand | wire, MB a chip | GB a chip | compile, s |")
+    print("|---|---|---|---|---|---|---|")
+    ratios = []
+    for name in given.cases.split(","):
+        rows = list(rows_of(zoo.case(name, given.size), wanted, target, mesh, given.cache))
+        best = min((r.milliseconds for r in rows if r.layout in HAND_WRITTEN), default=math.inf)
+        ratios += [r.milliseconds / best for r in rows if r.layout == "planned" and math.isfinite(best)]
+        for row in rows:
+            print(line(row, best if math.isfinite(best) else None), flush=True)
+    known = [r for r in ratios if math.isfinite(r)]
+    if known:
+        mean = math.exp(sum(map(math.log, known)) / len(known))
+        print(
+            f"\nplanned, of the best by hand: {mean:.3f} in the geometric mean of {len(known)}, at most {max(ratios):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
