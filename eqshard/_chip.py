@@ -77,13 +77,18 @@ class Chip(Value):
 
 
 def _tpu(
-    name: str, flops: float, hbm: float, bandwidth: float, link: float, *, clock: float, wrap: int, **more: float
+    name: str,
+    flops: float,
+    hbm: float,
+    bandwidth: float,
+    link: float,
+    host: float,
+    clock: float,
+    wrap: int,
+    int8: float,
 ) -> Chip:
-    host = more.pop("host_bandwidth", 6.25e9)
-    # Matrix products in float32 take several passes of bfloat16: 6 at the highest precision, 1 by JAX's default.
-    return Chip(
-        name, flops, hbm, bandwidth, link, host_bandwidth=host, clock=clock, wrap=wrap, peaks=tuple(more.items())
-    )
+    peaks = (("int8", int8),)
+    return Chip(name, flops, hbm, bandwidth, link, host_bandwidth=host, clock=clock, wrap=wrap, peaks=peaks)
 
 
 def _gpu(
@@ -111,10 +116,10 @@ def _gpu(
 # matmul are 88 %, 90 % and 70 % of the peak at this clock on v5e, v5p and v6e. Wrap-around: a full axis of 16 on
 # v5e and v6e, multiples of 4 on v4 and v5p.
 _TPUS = (
-    _tpu("v4", 275e12, 32e9, 1.2e12, 45e9, clock=1.05e9, wrap=4, int8=275e12),
-    _tpu("v5e", 197e12, 16e9, 0.82e12, 45e9, clock=1.5e9, wrap=16, int8=394e12),
-    _tpu("v5p", 459e12, 95e9, 2.8e12, 90e9, clock=1.75e9, wrap=4, int8=918e12),
-    _tpu("v6e", 918e12, 32e9, 1.6e12, 90e9, clock=1.75e9, wrap=16, int8=1836e12, host_bandwidth=12.5e9),
+    _tpu("v4", 275e12, 32e9, 1.2e12, 45e9, 6.25e9, clock=1.05e9, wrap=4, int8=1),
+    _tpu("v5e", 197e12, 16e9, 0.82e12, 45e9, 6.25e9, clock=1.5e9, wrap=16, int8=2),
+    _tpu("v5p", 459e12, 95e9, 2.8e12, 90e9, 6.25e9, clock=1.75e9, wrap=4, int8=2),
+    _tpu("v6e", 918e12, 32e9, 1.6e12, 90e9, 12.5e9, clock=1.75e9, wrap=16, int8=2),
 )
 # GPUs, the SXM boards of eight. NVIDIA's data sheets: dense FLOP/s (half of those "with sparsity"), memory, NVLink
 # one way (half of the total that the sheets print); between hosts one 200 Gb/s (A100) or 400 Gb/s port for each GPU.

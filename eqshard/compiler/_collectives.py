@@ -121,8 +121,8 @@ def collectives(compiled: Any, *, mesh: MeshLike | None = None) -> tuple[Collect
 
 def _mesh_of(compiled: Any) -> MeshSpec | None:
     shardings = jtu.tree_leaves((compiled.input_shardings, compiled.output_shardings))
-    found = {MeshSpec.of(s) for s in shardings if isinstance(s, NamedSharding) and s.mesh.axis_names}
-    return next(iter(found)) if len(found) == 1 else None
+    found = [MeshSpec.of(s) for s in shardings if isinstance(s, NamedSharding) and s.mesh.axis_names]
+    return found[0] if found and all(mesh == found[0] for mesh in found) else None
 
 
 def walk(module: Module) -> Iterator[tuple[Found, Site, int, bool]]:
@@ -131,19 +131,15 @@ def walk(module: Module) -> Iterator[tuple[Found, Site, int, bool]]:
 
 
 def _walk(module: Module, site: Site, trips: int, known: bool) -> Iterator[tuple[Found, Site, int, bool]]:
-    starts = {f.start: [] for f in found_in(module, site.computation)}
+    starts: dict[str, list[Found]] = {}
     for f in found_in(module, site.computation):
-        starts[f.start].append(f)
+        starts.setdefault(f.start, []).append(f)
     for instruction in site.computation.instructions:
         for f in starts.get(instruction.name, ()):
             yield f, site, trips, known
         for inner, times in runs(module, instruction, site.computation):
-            yield from _walk(
-                module,
-                Site(inner, site, instruction),
-                trips * (1 if times is None else times),
-                known and times is not None,
-            )
+            count = 1 if times is None else times
+            yield from _walk(module, Site(inner, site, instruction), trips * count, known and times is not None)
 
 
 def runs(module: Module, at: Instruction, around: Computation) -> list[tuple[Computation, int | None]]:

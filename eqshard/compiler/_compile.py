@@ -9,7 +9,8 @@ from .._mesh import MeshSpec
 from .._spec import shard_factor
 from .._tree import dtype_name, itemsize
 from ._child import compile_elsewhere
-from ._flops import model_flops
+from ._flops import count_flops, Flops
+from ._hints import find_hints, refusal_hint
 from ._hlo import read_module
 from ._memory import memory_from, memory_from_refusal
 from ._program import Flat, flatten, lower_for, Program
@@ -111,18 +112,21 @@ def _compile_here(flat: Flat, chip: Chip | None) -> CompileReport:
     answer = compile_lowered(traced.lower(), dict(flat.options), places)
     first = mesh.devices.flat[0]
     known = chip or flat.mesh.chip or chip_of(first) or CHIPS["cpu"]
-    return report_on(flat, answer, model_flops(traced.jaxpr), known, f"{first.platform}:{flat.mesh.size()}, at hand")
+    return report_on(flat, answer, count_flops(traced.jaxpr), known, f"{first.platform}:{flat.mesh.size()}, at hand")
 
 
-def report_on(flat: Flat, answer: Answer, flops: float, chip: Chip, target: str) -> CompileReport:
+def report_on(flat: Flat, answer: Answer, flops: Flops, chip: Chip, target: str) -> CompileReport:
     """Reads a compiler's answer."""
     if answer.failed:
         raise TargetError(f'the compiler for "{target}" failed: {answer.failed[:2000]}')
-    common: dict[str, Any] = dict(target=target, mesh=flat.mesh, chip=chip, model_flops=flops)
+    common: dict[str, Any] = {"target": target, "mesh": flat.mesh, "chip": chip, "model_flops": flops.model}
     if answer.refused:
         given = _argument_bytes(flat)
         memory = memory_from_refusal(answer.refused, given, int(chip.hbm_bytes))
-        return CompileReport(**common, memory=memory, refused=answer.refused, compile_seconds=answer.seconds)
+        hints = (refusal_hint(memory),)
+        return CompileReport(
+            **common, memory=memory, refused=answer.refused, hints=hints, compile_seconds=answer.seconds
+        )
     module = read_module(answer.text)
     ran, found = schedule(module, flat.mesh, chip, answer.coordinates, flat.names)
     compiled_for_tpu = target.partition(":")[0] == chip.name and chip.clock > 0
@@ -134,6 +138,7 @@ def report_on(flat: Flat, answer: Answer, flops: float, chip: Chip, target: str)
         memory=memory,
         collectives=found,
         segments=tuple(ran.segments),
+        hints=find_hints(module, flat, found, flops, chip),
         seconds=ran.seconds,
         product_seconds=ran.products,
         memory_seconds=ran.memory,

@@ -1,38 +1,72 @@
-"""Model FLOPs: what the program must compute, counted on its jaxpr before any partitioning."""
+"""FLOPs: what the program must compute, counted on its jaxpr before any partitioning."""
 
 import math
+import pathlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.extend import core
 
 
-def model_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, times: float = 1.0) -> float:
-    """FLOPs of the matrix products and convolutions, over all devices; what remat computes again is left out.
-
-    A loop of unknown length counts once, of branches the costliest counts.
-    """
-    inner: Any = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    return sum(_equation(eqn, times) for eqn in inner.eqns)
+_JAX = str(pathlib.Path(jax.__file__).parent)
 
 
-def _equation(eqn: Any, times: float) -> float:
+@dataclass
+class Flops:
+    """FLOPs of matrix products and convolutions, over all devices."""
+
+    model: float = 0.0
+    """Without what remat computes again."""
+    by_line: dict[str, float] = field(default_factory=dict)
+    """Everything, by the line of the user's program that asked for it: `file.py:12`."""
+
+
+def count_flops(jaxpr: core.ClosedJaxpr) -> Flops:
+    """Counts a program. A loop of unknown length counts once, of branches the costliest counts."""
+    total = Flops()
+    for line, flops, again in _products(jaxpr, 1.0, False):
+        total.model += 0.0 if again else flops
+        total.by_line[line] = total.by_line.get(line, 0.0) + flops
+    return total
+
+
+def _products(jaxpr: Any, times: float, again: bool) -> Iterator[tuple[str, float, bool]]:
+    inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    for eqn in inner.eqns:
+        yield from _equation(eqn, times, again)
+
+
+def _equation(eqn: Any, times: float, again: bool) -> Iterator[tuple[str, float, bool]]:
     name = eqn.primitive.name
-    if "rematted_computation" in str(eqn.source_info.name_stack):
-        return 0.0
+    again = again or "rematted_computation" in str(eqn.source_info.name_stack)
     if name == "dot_general":
-        return times * _dot(eqn)
-    if name == "conv_general_dilated":
-        return times * _convolution(eqn)
-    if name == "cond":
-        return max((model_flops(branch, times) for branch in eqn.params["branches"]), default=0.0)
-    if name == "scan":
-        times *= eqn.params["length"]
-    elif name == "shard_map":
-        times *= _manual_devices(eqn)
+        yield _line(eqn), times * _dot(eqn), again
+    elif name == "conv_general_dilated":
+        yield _line(eqn), times * _convolution(eqn), again
+    elif name == "cond":
+        branches = [list(_products(branch, times, again)) for branch in eqn.params["branches"]]
+        yield from max(branches, key=lambda found: sum(flops for _, flops, _ in found), default=[])
     elif name == "pallas_call":
         estimate = eqn.params.get("cost_estimate")
-        return times * float(estimate.flops) if estimate is not None else 0.0
-    return sum(model_flops(inner, times) for inner in _inner(eqn))
+        yield _line(eqn), times * float(estimate.flops) if estimate is not None else 0.0, again
+    else:
+        if name == "scan":
+            times *= eqn.params["length"]
+        elif name == "shard_map":
+            times *= _manual_devices(eqn)
+        for inner in _inner(eqn):
+            yield from _products(inner, times, again)
+
+
+def _line(eqn: Any) -> str:
+    """The innermost line outside JAX, as compiled modules name it."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_JAX):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
 
 
 def _inner(eqn: Any) -> list[Any]:

@@ -14,7 +14,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}")
-_MESH = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](\([^)]*\)|\[[\d,]+\](?:T\([\d,]+\))?)?\s*\{([^}]*)\}")
+_MESH = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:,\s*device_ids=\(([^{]*)\))?\s*\{([^}]*)\}")
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,\s]+)")
 _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
 _USED_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}")
@@ -49,9 +50,9 @@ def _mesh_groups(axes_text: str, order: str | None, used_text: str) -> Groups | 
     """`mesh['a'=4,'b'=4] {'b'}`, or a part of an axis, `{'a':(2)2}`: the sizes before it, and its own."""
     axes = [(name, int(size)) for name, size in _MESH_AXIS.findall(axes_text)]
     sizes, names = [s for _, s in axes], [n for n, _ in axes]
-    if order or "device_ids" in axes_text:
+    ids = _device_order(order, math.prod(sizes))
+    if ids is None:
         return None
-    ids = np.arange(math.prod(sizes))
     used = _USED_AXIS.findall(used_text)
     split: list[int] = []  # every axis as the parts that the sub-axes cut it into
     moved: dict[int, int] = {}
@@ -79,6 +80,22 @@ def _mesh_groups(axes_text: str, order: str | None, used_text: str) -> Groups | 
     outer = [d for d in range(len(split)) if d not in inner]
     width = math.prod(split[d] for d in inner)
     return _rows(ids.reshape(split).transpose(outer + inner).reshape(-1, width))
+
+
+def _device_order(text: str | None, size: int) -> np.ndarray | None:
+    """`[2,4]T(1,0)`: the numbers counted up in one shape and read in another order; or the numbers themselves."""
+    if not text:
+        return np.arange(size)
+    found = _ORDER.fullmatch(text.strip())
+    if found is None:
+        return None
+    if found.group(3):
+        ids = np.array(_ints(found.group(3)))
+    else:
+        dims = _ints(found.group(1))
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        ids = ids.transpose(_ints(found.group(2))) if found.group(2) else ids
+    return ids.reshape(-1) if ids.size == size else None
 
 
 def _lists(text: str) -> Groups:

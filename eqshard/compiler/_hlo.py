@@ -153,15 +153,14 @@ def read_module(text: str) -> Module:
         elif line.strip():
             unread.append(line.strip())
     name = re.match(r"HloModule ([\w.\-]+)", head)
-    partitions = max(1, _number(head, "num_partitions")) * max(1, _number(head, "replica_count"))
     return Module(
-        name.group(1) if name else "",
-        computations,
-        entry,
-        "is_scheduled=true" in head,
-        partitions,
-        tuple(unread),
-        tables,
+        name=name.group(1) if name else "",
+        computations=computations,
+        entry=entry,
+        scheduled="is_scheduled=true" in head,
+        partitions=max(1, _number(head, "num_partitions")) * max(1, _number(head, "replica_count")),
+        unread=tuple(unread),
+        tables=tables,
     )
 
 

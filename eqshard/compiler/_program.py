@@ -16,7 +16,7 @@ from .._mesh import MeshSpec
 from .._plan import match, named_shardings, ShardingPlan
 from .._spec import canonical
 from .._tree import is_array, path_name
-from ._flops import model_flops
+from ._flops import count_flops, Flops
 from ._targets import Target, TargetError
 from ._worker import Job
 
@@ -138,12 +138,12 @@ def _donated(program: Program) -> frozenset[int]:
 
 
 def _mesh(program: Program, plans: tuple[ShardingPlan | None, ...], target: Target | None) -> MeshSpec:
-    meshes = {plan.mesh for plan in plans if plan is not None}
-    if len(meshes) > 1:
-        one, two = list(meshes)[:2]
-        raise MeshError(f"`plans` lie on different meshes: {one} and {two}.")
+    meshes = [plan.mesh for plan in plans if plan is not None]
+    mesh = meshes[0] if meshes else None
+    other = next((m for m in meshes if m != mesh), None)
+    if other is not None:
+        raise MeshError(f"`plans` lie on different meshes: {mesh} and {other}.")
     size = 1 if target is None else target.size
-    mesh = next(iter(meshes), None)
     if mesh is None:
         try:
             mesh = MeshSpec.of(program.args)
@@ -174,13 +174,13 @@ def _lies(leaf: Any, mesh: MeshSpec) -> tuple[Any, str | None] | None:
     return None
 
 
-def lower_for(flat: Flat, target: Target) -> tuple[Job, float]:
-    """Traces and lowers here, for devices that are not here; and the model's FLOPs."""
+def lower_for(flat: Flat, target: Target) -> tuple[Job, Flops]:
+    """Traces and lowers here, for devices that are not here; and counts the FLOPs."""
     abstract = flat.mesh.abstract()
     jitted = flat.jitted()
     structs = flat.structs(abstract)
     with use_abstract_mesh(abstract):
-        flops = model_flops(jitted.trace(*structs).jaxpr)
+        flops = count_flops(jitted.trace(*structs).jaxpr)
         exported = _export(jitted, structs, target.platform)
     shipped = dataclasses.replace(exported, _get_vjp=None)
     return Job(shipped, flat.mesh.replace(axis_type="auto"), flat.layouts, flat.donated, flat.options), flops

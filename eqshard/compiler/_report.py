@@ -139,6 +139,7 @@ class CompileReport(Value):
         read.header()
         known = [f.name for f in fields(cls) if f.name != "hlo"]
         read.only("format", "version", *known)
+        numbers: Any = {n: float(read.get(n, (int, float))) for n in (*_SECONDS, "model_flops", "compile_seconds")}
         return cls(
             target=read.get("target", str),
             mesh=MeshSpec.from_dict(read.get("mesh", Mapping)),
@@ -147,9 +148,9 @@ class CompileReport(Value):
             collectives=tuple(_row(Collective, c, f"collective {i}") for i, c in _each(read, "collectives")),
             segments=tuple(_row(Segment, s, f"segment {i}") for i, s in _each(read, "segments")),
             hints=tuple(Issue.from_dict(h) for _, h in _each(read, "hints")),
-            **{name: float(read.get(name, (int, float))) for name in (*_SECONDS, "model_flops", "compile_seconds")},
             refused=read.get("refused", str),
             unread=read.strings("unread"),
+            **numbers,
         )
 
 
@@ -166,6 +167,6 @@ def _row(kind: Any, data: Any, where: str) -> Any:
         if f.name == "axes":
             values["axes"] = read.strings("axes")
             continue
-        expected = {"int": int, "str": str, "bool": bool, "float": (int, float)}[getattr(f.type, "__name__", f.type)]
-        values[f.name] = float(read.get(f.name, expected)) if expected == (int, float) else read.get(f.name, expected)
+        value = read.get(f.name, (int, float) if f.type in (float, "float") else f.type)  # pyright: ignore
+        values[f.name] = float(value) if f.type in (float, "float") else value
     return kind(**values)

@@ -73,8 +73,9 @@ def _devices(target: Target) -> list[Any]:
         TPU_STDERR_LOG_LEVEL="3",
         TPU_MIN_LOG_LEVEL="3",
     )
-    name = f"{target.chip}:{'x'.join(map(str, target.topology))}"
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    # The two cores of a v4 chip are one device in "megacore" mode, which later chips have by default.
+    mode = {"chip_config_name": "megacore"} if target.chip == "v4" else {}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target), **mode).devices)
 
 
 def _compile(job: Job, devices: list[Any]) -> Answer:
