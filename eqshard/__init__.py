@@ -44,11 +44,11 @@ from ._layout import (
 )
 from ._like import plan_like as plan_like
 from ._logical import (
-    logical_plan as logical_plan,
     logical_sharding as logical_sharding,
     logical_spec as logical_spec,
     shard as shard,
 )
+from ._logical_plan import logical_plan as logical_plan
 from ._manual import axis_index as axis_index, axis_size as axis_size
 from ._memory import BudgetError as BudgetError, memory_plan as memory_plan
 from ._mesh import MeshLike as MeshLike, MeshSpec as MeshSpec
@@ -81,7 +81,8 @@ from ._parallel import parallel_map as parallel_map
 from ._plan import LeafPlan as LeafPlan, replicated_plan as replicated_plan, ShardingPlan as ShardingPlan
 from ._prefetch import prefetch as prefetch
 from ._presets import tp_rules as tp_rules
-from ._rules import parse_rules as parse_rules, rule_plan as rule_plan
+from ._rule_text import parse_rules as parse_rules
+from ._rules import rule_plan as rule_plan
 from ._shard_info import (
     batch_statistics as batch_statistics,
     ShardedLeaf as ShardedLeaf,
@@ -113,6 +114,7 @@ from .compiler import (
     TargetError as TargetError,
 )
 from .report import report as report, visualize_leaf as visualize_leaf
+from .program import constrain as constrain, step_plan as step_plan, StepPlan as StepPlan
 
 
 __version__ = "0.1.0"

@@ -1,16 +1,18 @@
 """Plans carried over to another mesh."""
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from ._errors import ShardingError, UnknownAxisError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
-from ._spec import canonical, entry_axes, Fit, fit_spec, GivenUp, shard_factor, spec_text, UNCONSTRAINED
+from ._spec import entry_axes, Fit, fit_spec, GivenUp, shard_factor, spec_text, UNCONSTRAINED
+from ._spread import reachable, spec_of, units_of
+from ._tree import did_you_mean, shown
 
 
 STRATEGIES = ("preserve_layout", "preserve_balance")
@@ -44,70 +46,86 @@ def convert_plan(
     **Returns:**
 
     A plan in which every leaf fits; what had to be given up is recorded. For the same mesh, the same plan.
+
+    **Raises:**
+
+    - `ShardingError`: no such strategy; or a renaming after which a leaf would use an axis twice.
+    - `UnknownAxisError`: `rename` names an axis that the old or the new mesh lacks.
     """
     if strategy not in STRATEGIES:
         raise ShardingError(f"unknown `strategy` {strategy!r}: it is one of {', '.join(map(repr, STRATEGIES))}.")
-    new = MeshSpec.of(mesh)
-    new.size()
-    for old_name, new_name in (rename or {}).items():
+    new, names = MeshSpec.of(mesh), dict(rename or {})
+    for old_name, new_name in names.items():
         plan.mesh.size(old_name)
         if not new.has(new_name):
-            raise UnknownAxisError(f"`rename` maps {old_name!r} to {new_name!r}; the mesh has {', '.join(new.names)}.")
-    if new == plan.mesh and not rename:
+            raise UnknownAxisError(
+                f"`rename` maps {old_name!r} to {new_name!r}; the mesh has {', '.join(map(repr, new.names))}."
+                + did_you_mean(new_name, new.names)
+            )
+    if new == plan.mesh and all(old == now for old, now in names.items()):
         return plan
-    known: dict[tuple[tuple[int, ...], PartitionSpec], Fit] = {}
+    carry = _Carrier(plan.mesh, new, names, strategy == "preserve_balance")
+    return ShardingPlan(new, map(carry.row, plan))
 
-    def carried(shape: tuple[int, ...], spec: PartitionSpec) -> Fit:
-        if (shape, spec) not in known:
-            fit = _keep_layout(spec, shape, new, rename or {})
-            if strategy == "preserve_balance":
-                fit = _keep_balance(spec, fit, shape, shard_factor(spec, plan.mesh), new)
-            known[shape, spec] = fit
-        return known[shape, spec]
 
-    def row(leaf: LeafPlan) -> LeafPlan:
-        rest, use = carried(leaf.shape, leaf.spec), carried(leaf.shape, leaf.use)
-        why = leaf.why if rest.spec == leaf.spec else f"from {spec_text(leaf.spec)} on the mesh before"
+class _Carrier:
+    """Carries rows over; each kind of leaf is worked out once."""
+
+    def __init__(self, old: MeshSpec, new: MeshSpec, names: dict[str, str], balance: bool):
+        self.old, self.new, self.names, self.balance = old, new, names, balance
+        self.known: dict[Any, Fit] = {}
+
+    def row(self, leaf: LeafPlan) -> LeafPlan:
+        try:
+            rest, use = self.fit(leaf.spec, leaf.shape), self.fit(leaf.use, leaf.shape)
+        except ShardingError as error:
+            raise type(error)(f"{shown(leaf.path)}: {error}") from None
         lost = rest.given_up + tuple(g for g in use.given_up if g not in rest.given_up)
+        why = leaf.why if rest.spec == leaf.spec else self.reason(leaf.spec, rest.spec)
         return replace(leaf, spec=rest.spec, use=use.spec, why=why, given_up=lost)
 
-    return ShardingPlan(new, tuple(map(row, plan)))
+    def reason(self, before: PartitionSpec, now: PartitionSpec) -> str:
+        pieces = shard_factor(before, self.old), shard_factor(now, self.new)
+        change = f", {pieces[0]} pieces" + (f" and now {pieces[1]}" if pieces[0] != pieces[1] else "")
+        return f"from {spec_text(before)} on {self.old}{change}"
 
+    def fit(self, spec: PartitionSpec, shape: tuple[int, ...]) -> Fit:
+        key = spec, shape
+        if key not in self.known:
+            fit = self.same_layout(spec, shape)
+            if self.balance and UNCONSTRAINED not in tuple(spec):
+                fit = self.same_balance(spec, fit, shape)
+            self.known[key] = fit
+        return self.known[key]
 
-def _keep_layout(spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshSpec, rename: Mapping[str, str]) -> Fit:
-    entries, absent = [], []
-    for dim, entry in enumerate(spec):
-        axes = tuple(rename.get(a, a) for a in entry_axes(entry))
-        lost = tuple(a for a in axes if not mesh.has(a))
-        if lost:
-            absent.append(GivenUp(dim, shape[dim], lost))
-        entries.append(entry if entry is UNCONSTRAINED else tuple(a for a in axes if mesh.has(a)))
-    fit = fit_spec(PartitionSpec(*entries), shape, mesh)
-    return Fit(fit.spec, (*absent, *fit.given_up))
+    def same_layout(self, spec: PartitionSpec, shape: tuple[int, ...]) -> Fit:
+        entries, absent = [], []
+        for dim, entry in enumerate(spec):
+            axes = tuple(self.names.get(a, a) for a in entry_axes(entry))
+            lost = tuple(a for a in axes if not self.new.has(a))
+            if lost:
+                absent.append(GivenUp(dim, shape[dim], lost))
+            entries.append(entry if entry is UNCONSTRAINED else tuple(a for a in axes if self.new.has(a)))
+        fit = fit_spec(PartitionSpec(*entries), shape, self.new)
+        return Fit(fit.spec, (*absent, *fit.given_up))
 
+    def same_balance(self, old: PartitionSpec, fit: Fit, shape: tuple[int, ...]) -> Fit:
+        """Of all ways to lay mesh axes on dimensions, the nearest to as many pieces; then to the old dimensions."""
+        pieces = shard_factor(old, self.old)
+        if shard_factor(fit.spec, self.new) == pieces:
+            return fit
+        units = units_of(self.new, list(self.new.names))
+        kept = [entry_axes(e) for e in fit.spec] + [()] * (len(shape) - len(fit.spec))
+        before = {dim for dim, entry in enumerate(old) if entry_axes(entry)}
 
-def _keep_balance(old: PartitionSpec, fit: Fit, shape: tuple[int, ...], pieces: int, mesh: MeshSpec) -> Fit:
-    """Of all ways to lay mesh axes on dimensions, the nearest to `pieces` pieces; then to the old dimensions."""
-    if shard_factor(fit.spec, mesh) == pieces or UNCONSTRAINED in tuple(old):
-        return fit
-    axes = [a for a, n in mesh.axes if n > 1]
-    before = {d for d, e in enumerate(old) if entry_axes(e)}
-    best: tuple[tuple[float, int, int, int], PartitionSpec] | None = None
-    for places in itertools.product([None, *range(len(shape))], repeat=len(axes)):
-        split = [math.prod(mesh.size(a) for a, p in zip(axes, places) if p == d) for d in range(len(shape))]
-        if any(n % s for n, s in zip(shape, split)):
-            continue
-        used = {p for p in places if p is not None}
-        spec = PartitionSpec(*(tuple(a for a, p in zip(axes, places) if p == d) for d in range(len(shape))))
-        kept = sum(p is not None and a in entry_axes(fit.spec[p] if p < len(fit.spec) else None)
-                   for a, p in zip(axes, places))  # fmt: skip
-        score = (
-            abs(math.log(math.prod(split) / pieces)),
-            len(used ^ before),
-            sum(p is not None for p in places),
-            -kept,
-        )
-        if best is None or score < best[0]:
-            best = score, spec
-    assert best is not None
-    return Fit(canonical(best[1], mesh.shape), ())
+        def cost(i: int, dim: int | None) -> int:  # few axes, and those where they were before
+            return 0 if dim is None else 1000 - (units.axes[i][0] in kept[dim])
+
+        def score(small: tuple[int, ...], way: int) -> Any:
+            used = {dim for dim, (n, m) in enumerate(zip(shape, small)) if n != m}
+            now = math.prod(n // m for n, m in zip(shape, small))
+            return abs(math.log(now / pieces)), len(used ^ before), way, small
+
+        ways = reachable(shape, units.factors, cost)
+        best = min(ways, key=lambda small: score(small, ways[small].cost))
+        return Fit(spec_of(ways[best].places, units), ())

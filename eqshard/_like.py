@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ._auto import plan_leaves
 from ._errors import MismatchError
 from ._plan import LeafPlan, ShardingPlan
-from ._spec import canonical
-from ._tree import path_name
+from ._spec import canonical, UNCONSTRAINED
+from ._tree import array_leaves, dtype_name, path_name
 
 
 def plan_like(plan: ShardingPlan, like: Callable[[Any], PyTree[Any]] | PyTree[Any]) -> ShardingPlan:
@@ -37,35 +38,57 @@ def plan_like(plan: ShardingPlan, like: Callable[[Any], PyTree[Any]] | PyTree[An
 
     - `like`: a function of the parameters, such as an optimizer's `init`: it is called on shapes, and sees the
         floating-point leaves of the plan in a flat dictionary. Or the tree itself, or its shapes; use this for a
-        function that needs the parameters in their own structure (optax's `multi_transform` with a tree of labels).
+        function that needs the parameters in their own structure (optax's `multi_transform` with a tree of labels),
+        as `plan_like(plan, jax.eval_shape(init, params))`.
 
     **Returns:**
 
     A plan for the tree, at rest as in use: states are updated where they lie.
+
+    **Raises:**
+
+    - `MismatchError`: the function does not work on a flat dictionary.
     """
-    if not callable(like) or isinstance(like, jtu.Partial):
-        return _from_tree(plan, like)
+    return _from_function(plan, like) if _is_function(like) else _from_tree(plan, like)
+
+
+def _is_function(like: Any) -> bool:
+    """A model can be called too, but has arrays; a method of a module has them, but is a function."""
+    return callable(like) and (hasattr(like, "__func__") or not array_leaves(like))
+
+
+def _from_function(plan: ShardingPlan, init: Callable[[Any], PyTree[Any]]) -> ShardingPlan:
     params = {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for leaf in plan
         if not leaf.dtype.startswith("key<") and jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
+    try:
+        state = jax.eval_shape(init, params)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise MismatchError(
+            f"the function does not work on the plan's parameters in a flat dictionary ({type(error).__name__}: "
+            f"{error}). If it needs their own structure, call it yourself: "
+            "`plan_like(plan, jax.eval_shape(init, params))`."
+        ) from error
     rows = []
-    for path, x in jtu.tree_flatten_with_path(jax.eval_shape(like, params))[0]:
-        own = [key.key for key in path if isinstance(key, jtu.DictKey) and key.key in params]
-        if len(own) > 1:
-            raise MismatchError(f"{path_name(path)} belongs to two parameters, {own[0]} and {own[1]}.")
+    for path, x in jtu.tree_flatten_with_path(state)[0]:
+        own = [i for i, key in enumerate(path) if isinstance(key, jtu.DictKey) and key.key in params]
         # In the real tree the parameters' own structure stands where the flat dictionary was.
-        name = "".join(key.key if key in map(jtu.DictKey, own) else path_name((key,)) for key in path)
-        rows.append(_follow(name, x.shape, str(x.dtype.name), plan[own[0]] if own else None, plan))
-    return ShardingPlan(plan.mesh, tuple(rows))
+        parts = [path[i].key if i in own[-1:] else path_name((key,)) for i, key in enumerate(path)]
+        param = plan[path[own[-1]].key] if own else None
+        before = "".join(parts[: own[-1]]) if own else ""
+        rows.append(_follow("".join(parts), tuple(x.shape), dtype_name(x), param, before, plan))
+    return ShardingPlan(plan.mesh, rows)
 
 
 def _from_tree(plan: ShardingPlan, tree: PyTree[Any]) -> ShardingPlan:
     by_path = {leaf.path: leaf for leaf in plan}
 
     def row(path: str, shape: tuple[int, ...], dtype: str) -> LeafPlan:
-        return _follow(path, shape, dtype, _named_after(path, by_path), plan)
+        param = _named_after(path, by_path)
+        before = path[: len(path) - len(param.path)] if param else ""
+        return _follow(path, shape, dtype, param, before, plan)
 
     return plan_leaves(tree, plan.mesh, row)
 
@@ -75,40 +98,42 @@ _KEY = re.compile(r"\[(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\]'\"]*)\]|\.[
 
 def _named_after(path: str, by_path: dict[str, LeafPlan]) -> LeafPlan | None:
     """The parameter with the longest path that `path` ends with, at the border of a key."""
-    for start in [m.start() for m in _KEY.finditer(path)]:
-        if path[start:] in by_path:
-            return by_path[path[start:]]
+    for key in _KEY.finditer(path):
+        if path[key.start() :] in by_path:
+            return by_path[path[key.start() :]]
     return by_path.get("")
 
 
-def _follow(path: str, shape: tuple[int, ...], dtype: str, param: LeafPlan | None, plan: ShardingPlan) -> LeafPlan:
-    spec, why = PartitionSpec(), "belongs to no parameter"
-    if param is not None:
-        dims = _kept_dims(shape, param.shape, keep_last="v_col" in path)
-        entries = tuple(param.spec) + (None,) * (len(param.shape) - len(param.spec))
-        if dims is None:
-            why = f"not shaped like {param.path}"
-        else:
-            spec = canonical(PartitionSpec(*(None if d is None else entries[d] for d in dims)), plan.mesh.shape)
-            why = f"as {param.path}" if shape == param.shape else f"as the dims it keeps of {param.path}"
-    kind = None if param is None else param.memory_kind
-    return LeafPlan(path, tuple(shape), dtype, spec, spec, kind, why)
+def _follow(
+    path: str, shape: tuple[int, ...], dtype: str, param: LeafPlan | None, before: str, plan: ShardingPlan
+) -> LeafPlan:
+    whole = PartitionSpec()
+    if param is None or not shape or dtype.startswith("key<"):
+        return LeafPlan(path, shape, dtype, whole, whole, None, "belongs to no parameter" if shape else "a scalar")
+    dims = _kept_dims(shape, param.shape, before)
+    if dims is None:
+        return LeafPlan(path, shape, dtype, whole, whole, None, f"not shaped like {param.path}")
+    entries = tuple(param.spec) + (None,) * (len(param.shape) - len(param.spec))
+    kept = [None if d is None else entries[d] for d in dims]
+    spec = canonical(PartitionSpec(*(None if e is UNCONSTRAINED else e for e in kept)), plan.mesh.shape)
+    why = f"as {param.path}" if shape == param.shape else f"as the dims it keeps of {param.path}"
+    return LeafPlan(path, shape, dtype, spec, spec, param.memory_kind, why)
 
 
-def _kept_dims(shape: tuple[int, ...], of: tuple[int, ...], keep_last: bool) -> list[int | None] | None:
-    """Which dimension of the parameter each dimension is; None for a new one in front.
-
-    Of several ways to leave dimensions out, the last ones go, or the first ones if `keep_last`: Adafactor's column
-    statistics of a square matrix are the rows' twins in shape.
-    """
+def _kept_dims(shape: tuple[int, ...], of: tuple[int, ...], before: str) -> list[int | None] | None:
+    """Which dimension of the parameter each dimension is; None for a new one in front."""
     if shape == of:
         return list(range(len(of)))
-    if len(shape) > len(of):
+    if len(shape) >= len(of):
         new = len(shape) - len(of)
-        return [None] * new + list(range(len(of))) if of and shape[new:] == of else None
-    ways: list[list[int | None]] = [
-        [*dims] for dims in itertools.combinations(range(len(of)), len(shape)) if tuple(of[d] for d in dims) == shape
-    ]
-    if not ways or not shape:
-        return None
-    return ways[-1] if keep_last else ways[0]
+        return [None] * new + list(range(len(of))) if new and of and shape[new:] == of else None
+    if len(shape) == len(of) - 1 and (factored := re.search(r"\.v_(row|col)$", before)):
+        # Adafactor factors the two largest dims; of a square matrix both statistics have one shape.
+        left_out = int(np.argsort(of)[-1 if factored[1] == "row" else -2])
+        kept = [d for d in range(len(of)) if d != left_out]
+        if tuple(of[d] for d in kept) == shape:
+            return [*kept]
+    for dims in itertools.combinations(range(len(of)), len(shape)):
+        if tuple(of[d] for d in dims) == shape:
+            return [*dims]
+    return None

@@ -1,19 +1,18 @@
 """Plans that fit a memory budget with as little sharding as can be."""
 
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ._auto import auto_plan, MIN_BYTES, plan_leaves, spread, Unit, units_of
+from ._auto import auto_plan, plan_leaves
+from ._budget import Kind, least_cuts
 from ._errors import ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
-from ._tree import array_leaves, dtype_name, itemsize, shown, size_text, some, type_text
+from ._spread import Names, Places, reachable, spec_of, Units, units_of
+from ._tree import itemsize, shown, size_text, type_text
 
 
 class BudgetError(ShardingError):
@@ -25,12 +24,12 @@ def memory_plan(
     mesh: MeshLike,
     max_bytes: int | float | None,
     *,
-    names: Sequence[str | tuple[str, ...]] | None = None,
+    names: Names | None = None,
 ) -> ShardingPlan:
     """The least sharding with which the whole tree fits in `max_bytes` on each device.
 
     Least means least to communicate: a leaf of `n` bytes cut in `k` costs `n (k - 1) / k` bytes for each device to
-    gather; of equal sums, the one that cuts the fewest leaves.
+    gather. Of sums within 2 % of the least, the one that cuts the fewest leaves is taken.
 
     ```python
     import eqshard, jax
@@ -51,23 +50,28 @@ def memory_plan(
     """
     described = MeshSpec.of(mesh)
     if max_bytes is None:
-        return auto_plan(tree, mesh, names=names, min_bytes=MIN_BYTES)
-    described.size()
-    groups = _groups(tree, described, units_of(described, names))
-    total = sum(g.nbytes * len(g.paths) for g in groups)
+        return auto_plan(tree, mesh, names=names)
+    if math.isnan(max_bytes):
+        raise ShardingError("`max_bytes` is not a number.")
+    whole = plan_leaves(tree, described, _whole)
+    groups = _groups(whole, units_of(described, names))
     least = sum(g.cuts[-1].nbytes * len(g.paths) for g in groups)
     if least > max_bytes:
         raise BudgetError(_too_large(groups, least, max_bytes, described))
-    cut = _choose(groups, total - max_bytes) if total > max_bytes else {}
+    cut = _choose(groups, max_bytes)
     limit = size_text(max_bytes)
 
-    def row(path: str, shape: tuple[int, ...], dtype: str) -> LeafPlan:
-        if path not in cut:
-            return LeafPlan(path, shape, dtype, PartitionSpec(), PartitionSpec(), None, f"whole: fits {limit}")
-        spec = cut[path].spec
-        return LeafPlan(path, shape, dtype, spec, spec, None, f"{cut[path].factor}-way to fit {limit}")
+    def row(leaf: LeafPlan) -> LeafPlan:
+        spec, why = PartitionSpec(), f"whole: fits {limit}"
+        if leaf.path in cut:
+            spec, why = cut[leaf.path].spec, f"{cut[leaf.path].factor}-way to fit {limit}"
+        return LeafPlan(leaf.path, leaf.shape, leaf.dtype, spec, spec, None, why)
 
-    return plan_leaves(tree, described, row)
+    return ShardingPlan(described, map(row, whole))
+
+
+def _whole(path: str, shape: tuple[int, ...], dtype: str) -> LeafPlan:
+    return LeafPlan(path, shape, dtype, PartitionSpec(), PartitionSpec())
 
 
 class _Cut(NamedTuple):
@@ -80,91 +84,64 @@ class _Group(NamedTuple):
     """Leaves of one shape and dtype, and the ways to cut them, from whole to the finest."""
 
     type: str
-    nbytes: int
     paths: list[str]
     cuts: list[_Cut]
 
 
-def _groups(tree: PyTree[Any], mesh: MeshSpec, units: list[Unit]) -> list[_Group]:
+def _groups(plan: ShardingPlan, units: Units) -> list[_Group]:
     by_type: dict[tuple[tuple[int, ...], str], list[str]] = {}
-    for path, leaf in array_leaves(tree):
-        by_type.setdefault((tuple(leaf.shape), dtype_name(leaf)), []).append(path)
-    groups = []
-    for (shape, dtype), paths in by_type.items():
-        nbytes = math.prod(shape) * itemsize(dtype)
-        groups.append(_Group(type_text(shape, dtype), nbytes, paths, _cuts(shape, dtype, nbytes, mesh, units)))
-    return groups
-
-
-def _cuts(shape: tuple[int, ...], dtype: str, nbytes: int, mesh: MeshSpec, units: list[Unit]) -> list[_Cut]:
-    cuts = {1: _Cut(1, nbytes, PartitionSpec())}
-    if nbytes and not dtype.startswith("key<"):
-        for count in range(1, len(units) + 1):  # few axes before many
-            for some_units in itertools.combinations(units, count):
-                factor = math.prod(mesh.size(u) for u in some_units)
-                spec, why = spread(shape, list(some_units), mesh)
-                if factor not in cuts and "left out" not in why and spec != PartitionSpec():
-                    cuts[factor] = _Cut(factor, nbytes // factor, spec)
-    return sorted(cuts.values())
-
-
-def _choose(groups: list[_Group], need: float) -> dict[str, _Cut]:
-    """Which leaves to cut, and how, so that at least `need` bytes go: a small integer program over kinds of leaves."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415 (dear to import, seldom needed)
-    from scipy.sparse import csr_array  # noqa: PLC0415
-
-    ways = [(g, cut) for g in groups for cut in g.cuts[1:]]
-    saved = np.array([g.nbytes - cut.nbytes for g, cut in ways], dtype=float)
-    unit = max(need, 1.0)
-    numbers = {id(g): i for i, g in enumerate(groups)}
-    rows = [numbers[id(g)] for g, _ in ways]
-    member = csr_array((np.ones(len(ways)), (rows, range(len(ways)))), shape=(len(groups), len(ways)))
-    # A leaf more costs a millionth of the need: it decides only between equal sums.
-    most: Any = np.array([len(g.paths) for g, _ in ways])
-    leaves: Any = np.array([len(g.paths) for g in groups])
-    result = milp(
-        saved / unit + 1e-6,
-        integrality=np.ones(len(ways)),
-        bounds=Bounds(0, most),
-        constraints=[
-            LinearConstraint(saved[None] / unit, lb=need / unit),
-            LinearConstraint(member, ub=leaves),
-        ],
-        options={"mip_rel_gap": 1e-3, "time_limit": 10.0},
-    )
-    if result.x is None:
-        raise BudgetError(f"found no layout that fits: {result.message}")
-    return _covering(groups, ways, np.rint(result.x).astype(int), need)
-
-
-def _covering(
-    groups: list[_Group], ways: list[tuple[_Group, _Cut]], counts: np.ndarray, need: float
-) -> dict[str, _Cut]:
-    chosen: dict[str, _Cut] = {}
-    free = {id(g): list(g.paths) for g in groups}
-    for (group, cut), count in zip(ways, counts):
-        for _ in range(count):
-            chosen[free[id(group)].pop()] = cut
-            need -= group.nbytes - cut.nbytes
-    while need > 0:  # the solver's tolerance left a few bytes: cut the smallest leaf that has them
-        rest = [(g, c) for g, c in ways if free[id(g)]]
-        group, cut = min(
-            rest, key=lambda gc: (gc[0].nbytes - gc[1].nbytes < need, abs(gc[0].nbytes - gc[1].nbytes - need))
-        )
-        chosen[free[id(group)].pop()] = cut
-        need -= group.nbytes - cut.nbytes
-    return chosen
-
-
-def _too_large(groups: list[_Group], least: int, max_bytes: float, mesh: MeshSpec) -> str:
-    worst = sorted(groups, key=lambda g: -g.cuts[-1].nbytes * len(g.paths))[:5]
-    lines = [
-        f"{shown(g.paths[0])}{f' and {len(g.paths) - 1} like it' if len(g.paths) > 1 else ''} {g.type}: at most "
-        f"{g.cuts[-1].factor}-way, {size_text(g.cuts[-1].nbytes * len(g.paths))}"
-        for g in worst
+    for leaf in plan:
+        by_type.setdefault((leaf.shape, leaf.dtype), []).append(leaf.path)
+    specs: dict[Places, PartitionSpec] = {}
+    return [
+        _Group(type_text(shape, dtype), paths, _cuts(shape, dtype, units, specs))
+        for (shape, dtype), paths in by_type.items()
     ]
+
+
+def _cuts(shape: tuple[int, ...], dtype: str, units: Units, specs: dict[Places, PartitionSpec]) -> list[_Cut]:
+    """For each number of pieces the way with the fewest axes, on the largest dimensions."""
+    nbytes = math.prod(shape) * itemsize(dtype)
+    if not nbytes or dtype.startswith("key<"):
+        return [_Cut(1, nbytes, PartitionSpec())]
+    best: dict[int, tuple[Any, Places]] = {}
+    elements = math.prod(shape)
+    for pieces, way in reachable(shape, units.factors, lambda i, dim: dim is not None).items():
+        factor = elements // math.prod(pieces)
+        rank = way.cost, max(pieces, default=1), pieces
+        if factor not in best or rank < best[factor][0]:
+            best[factor] = rank, way.places
+    cuts = []
+    for factor in sorted(best):
+        places = best[factor][1]
+        if places not in specs:
+            specs[places] = spec_of(places, units)
+        cuts.append(_Cut(factor, nbytes // factor, specs[places]))
+    return cuts
+
+
+def _choose(groups: list[_Group], max_bytes: int | float) -> dict[str, _Cut]:
+    """The leaves to cut, and how."""
+    need = sum(g.cuts[0].nbytes * len(g.paths) for g in groups) - max_bytes
+    if need <= 0:
+        return {}
+    kinds = [Kind(len(g.paths), tuple(g.cuts[0].nbytes - cut.nbytes for cut in g.cuts[1:])) for g in groups]
+    free = [iter(g.paths) for g in groups]
+    return {next(free[k]): groups[k].cuts[way + 1] for k, way in least_cuts(kinds, math.ceil(need))}
+
+
+def _too_large(groups: list[_Group], least: int, max_bytes: int | float, mesh: MeshSpec) -> str:
+    worst = sorted(groups, key=lambda g: -g.cuts[-1].nbytes * len(g.paths))
+    lines = [
+        f"{shown(g.paths[0])}{f' and {len(g.paths) - 1} like it' if len(g.paths) > 1 else ''} {g.type}: "
+        f"{f'at most {g.cuts[-1].factor}-way' if len(g.cuts) > 1 else 'cannot be cut'}, "
+        f"{size_text(g.cuts[-1].nbytes * len(g.paths))}"
+        for g in worst[:5]
+    ]
+    if len(worst) > 5:
+        lines.append(f"and {len(worst) - 5} other kinds of leaves")
     return (
         f"no layout on {mesh} fits {size_text(max_bytes)} a device: the least is {size_text(least)} ({least} bytes).\n"
         f"  What stands in the way:\n    " + "\n    ".join(lines) + "\n  Ways out: a larger mesh, other dtypes, "
-        "or dims padded to a multiple of the mesh" + (f" ({some(map(str, mesh.sizes))})." if mesh.sizes else ".")
+        f"or dims padded to a multiple of the mesh ({' x '.join(map(str, mesh.sizes))})."
     )
