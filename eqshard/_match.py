@@ -39,6 +39,9 @@ class Rows(tuple[LeafPlan, ...]):
             return True
         return isinstance(other, Rows) and hash(self) == hash(other) and self.by_path == other.by_path
 
+    def __ne__(self, other: object) -> bool:  # else that of tuples, which minds the order
+        return not self == other
+
     def __reduce__(self) -> Any:
         return Rows, (tuple(self),)
 

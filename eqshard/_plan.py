@@ -76,6 +76,11 @@ class ShardingPlan(Value):
     def __repr__(self) -> str:
         return f"ShardingPlan({len(self.leaves)} leaves on {self.mesh})"
 
+    def _repr_html_(self) -> str:
+        from .report._notebook import plan_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
+
+        return plan_html(self)
+
     def __len__(self) -> int:
         return len(self.leaves)
 
