@@ -85,9 +85,9 @@ def _tpu(
     host: float,
     clock: float,
     wrap: int,
-    int8: float,
+    int8: int,
 ) -> Chip:
-    peaks = (("int8", int8),)
+    peaks = (("int8", int8 * flops),)
     return Chip(name, flops, hbm, bandwidth, link, host_bandwidth=host, clock=clock, wrap=wrap, peaks=peaks)
 
 
