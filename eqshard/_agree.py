@@ -24,7 +24,7 @@ from ._value import digest, Value
 _MOST = 1_000_000  # bytes of details that a process publishes
 
 
-def check_processes(x: ShardingPlan | Value | PyTree[Any], *, timeout: float = 30.0) -> None:
+def check_processes(x: ShardingPlan | Value | PyTree[Any], *, timeout: float | int = 30.0) -> None:
     """Raises, in every process, unless all processes hold the same plan, mesh, names, or tree of arrays.
 
     To be called once by every process, before the first step: programs that differ wait for each other for ever.
@@ -53,7 +53,7 @@ def check_processes(x: ShardingPlan | Value | PyTree[Any], *, timeout: float = 3
     agree(type(x).__name__ if isinstance(x, Value) else "tree", facts, timeout=timeout)
 
 
-def agree(what: str, facts: dict[str, str], *, channel: str = "check", timeout: float = 30.0) -> None:
+def agree(what: str, facts: dict[str, str], *, channel: str = "check", timeout: float | int = 30.0) -> None:
     """Compares `facts` over the processes; those of one `channel` must ask in the same order."""
     told = exchange(channel, f"{what} {digest(facts)}", timeout)
     missing = [i for i in range(jax.process_count()) if i not in told]
@@ -69,7 +69,7 @@ def agree(what: str, facts: dict[str, str], *, channel: str = "check", timeout: 
         raise ProcessError(_disagreement(what, facts, list(groups.values()), channel, timeout))
 
 
-def exchange(channel: str, text: str, timeout: float) -> dict[int, str]:
+def exchange(channel: str, text: str, timeout: float | int) -> dict[int, str]:
     """What each process says, as far as it does within the time.
 
     How often a channel was used is counted by the coordinator, not here. A process that has everybody's answer knows
@@ -111,7 +111,7 @@ def _client() -> Any:
     return client
 
 
-def _disagreement(what: str, facts: dict[str, str], groups: list[list[int]], channel: str, timeout: float) -> str:
+def _disagreement(what: str, facts: dict[str, str], groups: list[list[int]], channel: str, timeout: float | int) -> str:
     """The message. All processes come here, so they can tell each other more."""
     most = max(groups, key=lambda group: (len(group), 0 in group))
     others = [group for group in groups if group is not most]

@@ -38,8 +38,10 @@ def _put_part(x: Any, sharding: NamedSharding, donate: bool) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: whole[index])
 
 
-def is_here(x: jax.Array) -> bool:
+def is_here(x: Any) -> bool:
     """Whether this process can read all of `x` by itself."""
+    if not isinstance(x, jax.Array):
+        return True
     return x.is_fully_addressable or (x.is_fully_replicated and bool(x.addressable_shards))
 
 

@@ -36,6 +36,8 @@ class Outcome:
     value: Any
     output: str
     seconds: float
+    ended: float
+    """By the clock, as `time.time()`."""
 
     def __str__(self) -> str:
         end = "still ran, and was killed" if self.returncode is None else f"exit code {self.returncode}"
@@ -57,7 +59,8 @@ def run_processes(
 ) -> list[Any]:
     """Runs `fn(*args)` in each of `n` processes of `devices_each` CPU devices; returns what each returned, in order.
 
-    `fn` stands at the top level of a module; `args` and results are pickled. With `n=1` there is no distributed runtime.
+    `fn` stands at the top level of a module; `args` and results are pickled. With `n=1` there is no distributed
+    runtime.
     Raises `ProcessesFailed` with everybody's output as soon as one fails, and at the time limit.
     """
     outcomes = run_outcomes(fn, n, devices_each, args=args, timeout=timeout, heartbeat=heartbeat, together=True)
@@ -87,8 +90,9 @@ def run_outcomes(
         (where / "job").write_bytes(pickle.dumps(job))
         started = time.monotonic()
         running = [_start(where, i) for i in range(n)]
+        begun = time.time()
         seconds = _wait(running, started, timeout, together)
-        return [_outcome(where, i, p, seconds[i]) for i, p in enumerate(running)]
+        return [_outcome(where, i, p, seconds[i], begun + seconds[i]) for i, p in enumerate(running)]
 
 
 def _start(where: pathlib.Path, i: int) -> subprocess.Popen:
@@ -119,7 +123,7 @@ def _wait(running: list[subprocess.Popen], started: float, timeout: float, toget
     return [s or time.monotonic() - started for s in seconds]
 
 
-def _outcome(where: pathlib.Path, i: int, p: subprocess.Popen, seconds: float) -> Outcome:
+def _outcome(where: pathlib.Path, i: int, p: subprocess.Popen, seconds: float, ended: float) -> Outcome:
     result = where / f"result{i}"
     value = pickle.loads(result.read_bytes()) if result.exists() else None
-    return Outcome(i, p.returncode, value, (where / f"output{i}").read_text(errors="replace"), seconds)
+    return Outcome(i, p.returncode, value, (where / f"output{i}").read_text(errors="replace"), seconds, ended)
