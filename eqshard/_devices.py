@@ -63,13 +63,14 @@ def device_grid(axes: tuple[tuple[str, int], ...], dcn: tuple[str, ...], devices
     by_process = len(slices) == 1
     granules = len({d.process_index for d in devices}) if by_process else len(slices)
     if dcn and granules > 1:
-        across = tuple(s if n in dcn else 1 for n, s in axes)
-        within = tuple(1 if n in dcn else s for n, s in axes)
-        if math.prod(across) != granules:
+        across, left = _across(axes, dcn, granules)
+        if left != 1:
+            named = " x ".join(f"{n!r} {s}" for n, s in axes if n in dcn)
             raise MeshError(
-                f"the `dcn` axes {', '.join(dcn)} span {math.prod(across)} groups of devices; there are "
-                f"{granules} {'processes' if by_process else 'slices'} of {len(devices) // granules} devices."
+                f"the `dcn` axes {named} cannot cross {granules} {'processes' if by_process else 'slices'} of "
+                f"{len(devices) // granules} devices: their product must be a multiple of {granules}."
             )
+        within = tuple(s // a for (_, s), a in zip(axes, across))
         return mesh_utils.create_hybrid_device_mesh(
             within, across, devices, process_is_granule=by_process, allow_split_physical_axes=True
         )
@@ -84,3 +85,15 @@ def read_placement(data: Mapping[str, Any] | None) -> Placement | None:
     read.only("platform", "ids")
     ids = tuple(whole_number(i, "mesh devices") for i in read.get("ids", list))
     return Placement(read.get("platform", str), ids)
+
+
+def _across(axes: tuple[tuple[str, int], ...], dcn: tuple[str, ...], granules: int) -> tuple[tuple[int, ...], int]:
+    """How many granules each axis crosses, the first `dcn` axis as many as it can; and what is left over.
+
+    A `dcn` axis may be longer than there are granules: then its major part crosses them, the rest lies inside.
+    """
+    across = []
+    for name, size in axes:
+        across.append(math.gcd(size, granules) if name in dcn else 1)
+        granules //= across[-1]
+    return tuple(across), granules
