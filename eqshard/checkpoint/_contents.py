@@ -1,5 +1,6 @@
 """What a checkpoint holds, found out without reading an array, whoever wrote it."""
 
+import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ def _at(root: pathlib.Path, step: int | None, prefix: str | None) -> Contents:
             listed = some(map(str, numbers), 10) or "none"
             raise ShardingError(f"no complete checkpoint of step {step} in {root}; there are: {listed}.")
         return _at(root / numbers[step], None, prefix)
-    if is_file(root / PLAN / PLAN_FILE):
+    if os.path.lexists(root / PLAN / PLAN_FILE):
         return _eqshard_contents(root)
     if is_file(root / METADATA):
         return orbax_contents(root)

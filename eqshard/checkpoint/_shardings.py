@@ -57,8 +57,10 @@ def apply_shardings(arrays: PyTree[Any], shardings: Any, mesh: MeshLike | None =
     paths = [path_name(path) for path, _ in jtu.tree_flatten_with_path(arrays, is_leaf=_is_none)[0]]
     put = [i for i, x in enumerate(leaves) if is_array(x)]
     targets = [_sharding(paths[i], leaves[i], layouts[i], where) for i in put]
-    for i, moved in zip(put, put_all([leaves[i] for i in put], targets)):
-        leaves[i] = moved
+    for group, move in ((True, put_all), (False, jax.device_put)):
+        some_of = [(i, t) for i, t in zip(put, targets) if isinstance(t, NamedSharding) is group]
+        for (i, _), moved in zip(some_of, move([leaves[i] for i, _ in some_of], [t for _, t in some_of])):
+            leaves[i] = moved
     return jtu.tree_unflatten(treedef, leaves)
 
 
@@ -73,6 +75,7 @@ def _sharding(path: str, x: Any, layout: Any, mesh: MeshSpec | None) -> Any:
     if isinstance(layout, PartitionSpec):
         if mesh is None:
             raise ShardingError(f"{shown(path)}: a PartitionSpec says nothing without a `mesh`; pass one.")
+        check(layout, tuple(x.shape), mesh.shape, path, dtype_name(x))
         layout = NamedSharding(mesh.build(), layout)
     if not isinstance(layout, Sharding):
         raise MismatchError(
