@@ -23,6 +23,10 @@ from ._step import Point, StepPlan
 from ._trace import trace, Traced
 
 
+HOST_BANDWIDTH = 10e9
+"""Bytes a second from the host to a device."""
+
+
 def step_plan(
     fn: Callable[..., Any],
     *args: Any,
@@ -80,7 +84,7 @@ def step_plan(
                 for i, v in enumerate(ins) if v is not None and i in said}  # fmt: skip
     p = problem(graph, machine, ins, anchored)
     own = own_seconds(p)
-    _add_reading(p, own, ins)
+    _add_reading(p, own, ins, set(traced.kept.values()))
     limit = described.chip.hbm_bytes if max_bytes is None and described.chip is not None else max_bytes
     rows = _memory_rows(p, ins)
     fold = fold_alike(graph, p.layouts, anchored)
@@ -130,12 +134,13 @@ def _as_spec(state: State, machine: Machine, rank: int) -> PartitionSpec:
     return canonical(PartitionSpec(*entries))
 
 
-def _add_reading(p: Problem, own: dict[int, np.ndarray], ins: list[int | None]) -> None:
-    """Arguments are read once: this makes a cut batch better than a whole one."""
-    for v in ins:
+def _add_reading(p: Problem, own: dict[int, np.ndarray], ins: list[int | None], stay: set[int]) -> None:
+    """Arguments are read once; those that do not stay on the devices, such as batches, come from the host first."""
+    for i, v in enumerate(ins):
         if v is not None:
             c, dims, nbytes = p.graph.cluster(v), p.graph.dims(v), p.graph.values[v].nbytes
-            own[c] = own[c] + [p.machine.stream(nbytes / p.machine.factor(project(lay, dims))) for lay in p.layouts[c]]
+            seconds = p.machine.stream(nbytes) + (0.0 if i in stay else nbytes / HOST_BANDWIDTH)
+            own[c] = own[c] + [seconds / p.machine.factor(project(lay, dims)) for lay in p.layouts[c]]
 
 
 def _memory_rows(p: Problem, ins: list[int | None]) -> list[dict[int, np.ndarray]]:
