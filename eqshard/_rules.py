@@ -11,7 +11,7 @@ from ._errors import MismatchError, ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._patterns import check_unused, check_unused_word, first_match, read_rules, Rule, Rules
 from ._plan import leaf_plan, LeafPlan, ShardingPlan
-from ._spec import canonical, shard_factor, spec_text
+from ._spec import _check_names, canonical, spec_text
 from ._tree import array_leaves, dtype_name, shown, some, type_text
 
 
@@ -97,7 +97,7 @@ def _row(
     path: str, leaf: Any, name: str, spec: PartitionSpec, mesh: MeshSpec, min_bytes: int, strict: bool
 ) -> LeafPlan:
     try:
-        shard_factor(spec, mesh)  # a typo is an error for a small leaf too
+        _check_names(spec, mesh.shape, path)  # a typo is an error for a small leaf too
         whole = "a scalar" if leaf.shape == () else ""
         if min_bytes and not whole:
             whole = stays_whole(tuple(leaf.shape), dtype_name(leaf), min_bytes)
@@ -106,4 +106,4 @@ def _row(
             return leaf_plan(path, leaf, PartitionSpec(), mesh, why=whole + said)
         return leaf_plan(path, leaf, spec, mesh, why=name, strict=strict)
     except ShardingError as error:
-        raise type(error)(f"{name}, {shown(path)}: {error}") from None
+        raise type(error)(f"{name}: {error}") from None
