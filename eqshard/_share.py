@@ -46,8 +46,8 @@ def process_share(mesh: MeshLike, spec: PartitionSpec, *, dim: int = 0) -> Share
 
 
 @functools.lru_cache(maxsize=256)
-def mesh_share(mesh: Mesh, axes: tuple[str, ...], process: int, shown: str) -> Share:
-    """`process_share` for the axes of one dimension."""
+def mesh_share(mesh: Any, axes: tuple[str, ...], process: int, shown: str) -> Share:
+    """`process_share` for the axes of one dimension of a jax Mesh."""
     held = _blocks_held(mesh, axes)
     parts = sorted(set(held.values()), key=min)
     blocks = math.prod(mesh.shape[a] for a in axes)
@@ -63,15 +63,14 @@ def mesh_share(mesh: Mesh, axes: tuple[str, ...], process: int, shown: str) -> S
     return Share(parts.index(held[process]), len(parts))
 
 
-def _blocks_held(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
+def _blocks_held(mesh: Any, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
     """For each process the numbers of the blocks, of those that `axes` cut a dimension into, on its devices."""
     sizes = tuple(mesh.shape[a] for a in axes)
     held: dict[int, set[int]] = {}
-    devices: Any = mesh.devices
-    for place in np.ndindex(*devices.shape):
+    for place in np.ndindex(*mesh.devices.shape):
         at = dict(zip(mesh.axis_names, place))
         block = int(np.ravel_multi_index(tuple(at[a] for a in axes), sizes)) if axes else 0
-        held.setdefault(devices[place].process_index, set()).add(block)
+        held.setdefault(mesh.devices[place].process_index, set()).add(block)
     return {process: frozenset(blocks) for process, blocks in held.items()}
 
 
