@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module i
 
 # Meshes: one to three axes over at most 8 devices, sizes of 1 included, Auto and Explicit axes in every mixture.
 
-SIZES = [s for n in (1, 2, 3) for s in itertools.product((1, 2, 3, 4, 8), repeat=n) if np.prod(s) <= 8]
+SIZES = [s for n in (3, 2, 1) for s in itertools.product((2, 4, 1, 3, 8), repeat=n) if np.prod(s) <= 8]
 
 
 @st.composite
@@ -52,8 +52,8 @@ DTYPES = [
         + [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4, ml_dtypes.uint4]
     )
 ]
-DIM = st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 16])
-SHAPES = st.lists(DIM, max_size=3).map(tuple)
+DIM = st.sampled_from([8, 16, 4, 24, 2, 6, 12, 3, 1, 0])
+SHAPES = st.sampled_from([2, 1, 3, 2, 1, 0]).flatmap(lambda rank: st.tuples(*[DIM] * rank))
 OTHERS = st.sampled_from([None, "text", len, 3, 2.5, np.array(["a"]), np.float32(2.0)])
 
 
@@ -87,8 +87,8 @@ def trees():
     pool = st.lists(st.one_of(arrays(), arrays(), arrays(), keys()), min_size=1, max_size=4)
 
     def over(leaves):
-        leaf = st.one_of(st.sampled_from(leaves), st.sampled_from(leaves), OTHERS)
-        return st.recursive(
+        leaf = st.one_of(st.sampled_from(leaves), st.sampled_from(leaves), st.sampled_from(leaves), OTHERS)
+        part = st.recursive(
             leaf,
             lambda inner: st.one_of(
                 st.lists(inner, max_size=3),
@@ -96,8 +96,10 @@ def trees():
                 st.dictionaries(st.sampled_from(["w", "b", "a.b", "['q']", "layers"]), inner, max_size=3),
                 st.builds(Node, inner, inner),
             ),
-            max_leaves=8,
+            max_leaves=4,
         )
+        whole = st.fixed_dictionaries({"first": st.sampled_from(leaves)}, optional={"second": part, "third": part})
+        return st.one_of(whole, st.lists(part, min_size=1, max_size=3), st.builds(Node, whole, part), part)
 
     return pool.flatmap(over)
 
@@ -110,8 +112,9 @@ def specs(draw, mesh, rank):
     """A spec whose axes may or may not divide."""
     axes = draw(st.permutations(mesh.names))
     entries = [[] for _ in range(rank)]
-    for axis in axes[: draw(st.integers(0, len(axes)))] if rank else ():
-        entries[draw(st.integers(0, rank - 1))].append(axis)
+    for axis in axes if rank else ():
+        if draw(st.sampled_from([True, True, True, False])):
+            entries[draw(st.integers(0, rank - 1))].append(axis)
     return P(*(tuple(e) if len(e) != 1 else e[0] for e in entries))
 
 
