@@ -4,14 +4,15 @@ import itertools
 import math
 
 import equinox as eqx
-import eqshard
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqshard import DuplicateAxisError, MeshSpec, ShardingError, UnknownAxisError
 from hypothesis import given, strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+
+import eqshard
+from eqshard import DuplicateAxisError, MeshSpec, ShardingError, UnknownAxisError
 
 
 def f32(*shape):
@@ -70,7 +71,7 @@ def test_peers_least_size_of_zero_is_honoured(m24):
 
 
 def test_peers_unknown_name_lists_the_axes(m24):
-    with pytest.raises(UnknownAxisError, match="'zz'.*'dp', 'tp'"):
+    with pytest.raises(UnknownAxisError, match=r"'zz'.*'dp', 'tp'"):
         eqshard.auto_spec(f32(1024, 1024), m24, names=["zz"])
 
 

@@ -1,12 +1,13 @@
 """Fully sharded plans, alone and on top of others."""
 
 import equinox as eqx
-import eqshard
 import jax
 import pytest
-from eqshard import DuplicateAxisError, MeshSpec, MismatchError, ShardingError, UnknownAxisError
 from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
+
+import eqshard
+from eqshard import DuplicateAxisError, MeshSpec, MismatchError, ShardingError, UnknownAxisError
 
 
 def f32(*shape):
@@ -43,7 +44,8 @@ def test_unknown_axis(m24):
 
 
 class TestOnTop:
-    def base(self, mesh, spec=P("tp")):
+    def base(self, mesh, spec=None):
+        spec = P("tp") if spec is None else spec
         return eqshard.rule_plan({"w": f32(512, 1024), "b": f32(2**17)}, mesh, [("w", spec), ("b", P("tp"))])
 
     def tree(self):

@@ -3,14 +3,15 @@
 import itertools
 import math
 
-import eqshard
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqshard import BudgetError, MeshSpec, ShardingError
 from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
+
+import eqshard
+from eqshard import BudgetError, MeshSpec, ShardingError
 
 
 MIB = 2**20

@@ -1,10 +1,13 @@
 """Plans from patterns: the first match decides, typos raise, and every complaint names the rule and the leaf."""
 
-import eqshard
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
+from jax.sharding import PartitionSpec as P
+
+import eqshard
 from eqshard import (
     DuplicateAxisError,
     FormatError,
@@ -14,8 +17,6 @@ from eqshard import (
     ShardingError,
     UnknownAxisError,
 )
-from hypothesis import given, strategies as st
-from jax.sharding import PartitionSpec as P
 
 
 def f32(*shape):
@@ -44,9 +45,7 @@ def test_every_form_of_leaf_and_mesh(m24):
     for mesh in (m24, m24.build(), m24.abstract()):
         for x in (f32(8, 8), np.zeros((8, 8), np.float32), jnp.zeros((8, 8))):
             seen.append(eqshard.rule_plan([x], mesh, [(".", P("tp"))])["[0]"].spec)
-        jax.jit(lambda x, m=mesh: seen.append(eqshard.rule_plan([x], m, [(".", P("tp"))])["[0]"].spec))(
-            jnp.zeros((8, 8))
-        )
+        jax.jit(lambda x, m=mesh: seen.append(eqshard.rule_plan([x], m, [(".", P("tp"))])["[0]"].spec))(x)
     assert seen == [P("tp")] * 12
 
 
@@ -64,7 +63,7 @@ def test_functions_as_rules(m24):
 
 
 def test_a_leaf_without_a_rule(m24):
-    with pytest.raises(MismatchError, match=r"2 of 5 leaves: `\['attn'\]\['o'\]` float32\[64,64\].*default"):
+    with pytest.raises(MismatchError, match=r"(?s)2 of 5 leaves: `\['attn'\]\['o'\]` float32\[64,64\].*default"):
         eqshard.rule_plan(TREE, m24, [("mlp", P()), ("scale", P())])
     assert eqshard.rule_plan(TREE, m24, [("mlp", P("dp"))], default=P())["['scale']"].spec == P()
     by_rank = lambda path, leaf: P(*[None] * (len(leaf.shape) - 1), "dp")
@@ -83,7 +82,7 @@ def test_a_rule_without_a_leaf(m24):
 @pytest.mark.parametrize(
     "spec, error, says",
     [
-        (P("tq"), UnknownAxisError, "Did you mean 'tp'"),
+        (P("tq"), UnknownAxisError, "the mesh has 'dp', 'tp'"),
         (P("tp", "tp"), DuplicateAxisError, "twice"),
         (P(("tp", "dp"), "dp"), DuplicateAxisError, "twice"),
         (P(None, None, "tp"), RankError, "3 entries for 2 dimensions"),
@@ -92,7 +91,7 @@ def test_a_rule_without_a_leaf(m24):
 )
 def test_typos_name_the_rule_and_the_leaf(m24, spec, error, says):
     for strict in (True, False):
-        with pytest.raises(error, match=rf"(?s)rule 1 \(`w`\), `\['w'\]`.*{says}"):
+        with pytest.raises(error, match=rf"(?s)rule 1 \(`w`\): .*`\['w'\]`.*{says}"):
             eqshard.rule_plan({"w": f32(64, 64), "v": f32(8)}, m24, [("v", P()), ("w", spec)], strict=strict)
 
 
