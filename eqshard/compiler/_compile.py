@@ -143,7 +143,7 @@ def report_on(flat: Flat, answer: Answer, flops: Flops, chip: Chip, target: str)
         product_seconds=ran.products,
         memory_seconds=ran.memory,
         exposed_seconds=ran.exposed,
-        network_seconds=sum(c.total_seconds for c in found),
+        network_seconds=math.fsum(c.total_seconds for c in found),
         unread=module.unread,
         compile_seconds=answer.seconds,
         hlo=answer.text,

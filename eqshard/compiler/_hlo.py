@@ -108,6 +108,16 @@ class Module:
     def main(self) -> Computation:
         return self.computations.get(self.entry, Computation(""))
 
+    @cached_property
+    def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
+        """Where each computation is run from."""
+        found: dict[str, list[tuple[Computation, Instruction]]] = {}
+        for computation in self.computations.values():
+            for instruction in computation.instructions:
+                for name in instruction.called():
+                    found.setdefault(name, []).append((computation, instruction))
+        return found
+
     def source(self, instruction: Instruction) -> str:
         """`file.py:12` of the user's line that this instruction comes from, if the text says."""
         direct = _SOURCE.search(instruction.metadata)

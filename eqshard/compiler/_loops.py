@@ -55,6 +55,10 @@ def _initial(module: Module, loop: Instruction, around: Computation) -> dict[int
     given = around.by_name.get(loop.operands[0]) if loop.operands else None
     while given is not None and given.opcode in _PASS and given.operands:
         given = around.by_name.get(given.operands[0])
+    if given is not None and given.opcode == "parameter":  # the loop is all that a called computation does
+        callers = module.callers.get(around.name, [])
+        if len(callers) == 1 and callers[0][1].opcode == "call":
+            return _initial(module, callers[0][1], callers[0][0])
     if given is None or given.opcode != "tuple":
         return {}
     return {i: _value(module, around, name, []) for i, name in enumerate(given.operands)}

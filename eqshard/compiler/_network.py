@@ -23,7 +23,7 @@ class Lanes:
 
     @property
     def bandwidth(self) -> float:
-        return sum(rate for _, rate in self.dims)
+        return math.fsum(rate for _, rate in self.dims)
 
     @property
     def hops(self) -> int:
@@ -43,8 +43,6 @@ class Network:
         """The links between the members of a group (of all groups, those of the first)."""
         axes = group_axes(groups, self.mesh)
         size = max(len(group) for group in groups)
-        if any(len(group) == 2 for group in groups) and size == 2:
-            size = 2
         across = [a for a in axes if a in self.mesh.dcn]
         hosts = min(size, self.mesh.size(across)) if across else 1
         inside = max(1, size // hosts)
@@ -93,7 +91,7 @@ class Network:
         once = self._gather(whole, lanes)
         return 2 * once if kind == "all-reduce" else once
 
-    def _gather(self, whole: float, lanes: Lanes) -> float:
+    def _gather(self, whole: int, lanes: Lanes) -> float:
         """Gathering `whole` bytes inside a host, after gathering each device's share between hosts."""
         chip = self.chip
         inside = whole * (lanes.size - 1) / lanes.size / lanes.bandwidth if lanes.size > 1 else 0.0
@@ -104,7 +102,7 @@ class Network:
         between = share * (lanes.hosts - 1) / lanes.hosts / chip.host_bandwidth
         return (inside if lanes.size > 1 else 0.0) + max(between, (lanes.hosts - 1) * chip.host_latency)
 
-    def _all_to_all(self, taken: float, lanes: Lanes) -> float:
+    def _all_to_all(self, taken: int, lanes: Lanes) -> float:
         """Half of all data crosses the middle of each line; behind a switch, all but one part leaves its device."""
         chip = self.chip
         if chip.switch:
@@ -115,7 +113,7 @@ class Network:
         slowest = max(inside, between)
         return max(slowest, chip.host_latency if lanes.hosts > 1 else chip.link_latency)
 
-    def _permute(self, taken: float, pairs: Groups) -> float:
+    def _permute(self, taken: int, pairs: Groups) -> float:
         chip = self.chip
         far = any(a in self.mesh.dcn for a in group_axes(pairs, self.mesh))
         far |= bool(chip.switch) and any(len({i // chip.switch for i in pair}) > 1 for pair in pairs)

@@ -25,12 +25,12 @@ class Work:
 
     seconds: float
     flops: float
-    bytes: float
+    bytes: int
     products: bool
     """Whether its time is that of matrix products rather than of memory."""
 
 
-NOTHING = Work(0.0, 0.0, 0.0, False)
+NOTHING = Work(0.0, 0.0, 0, False)
 
 
 def work_of(module: Module, where: Computation, at: Instruction, chip: Chip) -> Work:
@@ -109,7 +109,7 @@ def _dtype(name: str) -> str:
     return "float8" if name.startswith("f8") else _DTYPES.get(name, "bfloat16")
 
 
-def _touched(module: Module, where: Computation, at: Instruction) -> float:
+def _touched(module: Module, where: Computation, at: Instruction) -> int:
     """Bytes read and written: of an operand that is only sliced, the slice; of one updated in place, the update."""
     if at.opcode == "fusion":
         inner = module.computations.get(next(iter(at.called()), ""))
@@ -119,7 +119,7 @@ def _touched(module: Module, where: Computation, at: Instruction) -> float:
     return _moved(at, [shape_bytes(i.shape) for i in read])
 
 
-def _moved(at: Instruction, operands: list[int]) -> float:
+def _moved(at: Instruction, operands: list[int]) -> int:
     if at.opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * shape_bytes(at.shape)
     if at.opcode == "dynamic-update-slice":
@@ -127,12 +127,12 @@ def _moved(at: Instruction, operands: list[int]) -> float:
     return sum(operands) + shape_bytes(at.shape)
 
 
-def _touched_inside(inner: Computation) -> float:
+def _touched_inside(inner: Computation) -> int:
     users: dict[str, list[Instruction]] = {}
     for i in inner.instructions:
         for operand in i.operands:
             users.setdefault(operand, []).append(i)
-    total = 0.0
+    total = 0
     for p in inner.parameters.values():
         total += _read(inner, p, users)
     root = inner.root
@@ -146,12 +146,12 @@ def _touched_inside(inner: Computation) -> float:
     return total
 
 
-def _read(inner: Computation, p: Instruction, users: dict[str, list[Instruction]]) -> float:
+def _read(inner: Computation, p: Instruction, users: dict[str, list[Instruction]]) -> int:
     readers = users.get(p.name, [])
     while len(readers) == 1 and readers[0].opcode == "bitcast":
         p, readers = readers[0], users.get(readers[0].name, [])
     if readers and all(r.opcode in ("dynamic-slice", "slice", "gather") and r.operands[0] == p.name for r in readers):
         return sum(shape_bytes(r.shape) for r in readers)
     if readers and all(r.opcode == "dynamic-update-slice" and r.operands[0] == p.name for r in readers):
-        return 0.0
+        return 0
     return shape_bytes(p.shape)
