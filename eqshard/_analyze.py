@@ -116,6 +116,11 @@ class Analysis(Value):
         most = size_text(max(self.bytes_per_device, default=0))
         return f"Analysis({self.leaves} leaves, {size_text(self.nbytes)}, {most} a device on {self.mesh})"
 
+    def _repr_html_(self) -> str:
+        from .report._notebook import analysis_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
+
+        return analysis_html(self)
+
     def to_dict(self) -> dict[str, Any]:
         plain = ("leaves", "params", "sharded_params", "nbytes", "sharded_bytes", "gathered_bytes")
         return header("analysis") | {
@@ -176,24 +181,23 @@ def _settled(plan: ShardingPlan, tree: PyTree[Any]) -> ShardingPlan:
     """The rows that `apply` would give memory of their own, with layouts as they would come out."""
     seen: set[tuple[int, Any]] = set()
     rows: list[LeafPlan] = []
+    by_path = plan._rows.by_path
     for path, x in array_leaves(tree):
-        if path not in plan:
+        row = by_path.get(path)
+        if row is None:
             continue
-        row = plan[path]
         if not isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
             one = id(x), (row.spec, row.memory_kind)
             if one in seen:
                 continue
             seen.add(one)
-        rows.append(_as_it_lies(row, x, plan.mesh))
+        rows.append(_as_it_lies(row, x, plan.mesh) if UNCONSTRAINED in row.spec else row)
     return ShardingPlan(plan.mesh, rows)
 
 
 def _as_it_lies(row: LeafPlan, x: Any, mesh: MeshSpec) -> LeafPlan:
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    if UNCONSTRAINED not in tuple(row.spec) or not isinstance(sharding, NamedSharding):
-        return row
-    if MeshSpec.of(sharding.mesh).axes != mesh.axes:
+    if not isinstance(sharding, NamedSharding) or MeshSpec.of(sharding.mesh).axes != mesh.axes:
         return row
     spec = _keep(row.spec, sharding.spec)
     return replace(row, spec=spec, use=spec if row.use == row.spec else row.use)

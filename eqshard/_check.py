@@ -1,6 +1,7 @@
 """Does a plan work? What is wrong with it is told, not raised."""
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jaxtyping import PyTree
 from ._advice import advice, LARGE_BYTES, SMALL_BYTES, strays
 from ._errors import DuplicateAxisError, IndivisibleError, MeshError, RankError, ShardingError, UnknownAxisError
 from ._issue import Issue
-from ._kinds import Kind, kinds
+from ._kinds import kinds
 from ._leaf import LeafPlan
 from ._match import local_shape
 from ._mesh import MeshSpec
@@ -62,9 +63,10 @@ def validate(
     """
     leaves = None if tree is None else array_leaves(tree)
     where, errors = _where(plan, leaves)
-    good: list[Kind] = []
+    sizes, good = plan.mesh.shape, []
+    refused = functools.cache(lambda spec, kind: _refused(spec, kind, where, sizes))
     for kind in kinds(plan):
-        fault = _fault(kind.leaf, plan.mesh.shape, where)
+        fault = _fault(kind.leaf, sizes, refused)
         if fault is None:
             good.append(kind)
         else:
@@ -99,7 +101,9 @@ class _Fault(NamedTuple):
         return Issue("error", self.code, path, self.message, self.remedy)
 
 
-def _fault(leaf: LeafPlan, sizes: Mapping[str, int], where: Mesh | AbstractMesh) -> _Fault | None:
+def _fault(
+    leaf: LeafPlan, sizes: Mapping[str, int], refused: Callable[[PartitionSpec, str | None], _Fault | None]
+) -> _Fault | None:
     """The first thing that is wrong with a row in itself."""
     if not is_dtype_name(leaf.dtype):
         return _Fault("bad_dtype", f"no dtype is called {leaf.dtype!r}.", "Use a name such as 'float32'.")
@@ -107,9 +111,7 @@ def _fault(leaf: LeafPlan, sizes: Mapping[str, int], where: Mesh | AbstractMesh)
     if fault is None and leaf.use != leaf.spec:
         fault = _spec_fault(leaf, leaf.use, sizes)
         fault = fault and fault._replace(message=f"in use: {fault.message}")
-    if fault is None:
-        fault = _memory_fault(leaf, where) or _jax_fault(leaf.spec, where, sizes) or _jax_fault(leaf.use, where, sizes)
-    return fault
+    return fault or refused(leaf.spec, leaf.memory_kind) or refused(leaf.use, leaf.memory_kind)
 
 
 _CODES: Mapping[type[ShardingError], str] = {
@@ -152,18 +154,14 @@ def _remedy(error: ShardingError, leaf: LeafPlan, sizes: Mapping[str, int]) -> s
     return f"Give at most {len(leaf.shape)} entries, one for each dimension."
 
 
-def _memory_fault(leaf: LeafPlan, where: Mesh | AbstractMesh) -> _Fault | None:
-    if leaf.memory_kind is None:
-        return None
+def _refused(
+    spec: PartitionSpec, memory_kind: str | None, where: Mesh | AbstractMesh, sizes: Mapping[str, int]
+) -> _Fault | None:
+    """What JAX refuses though it divides: a memory that the devices lack, UNCONSTRAINED where no axis is Auto."""
     try:
-        NamedSharding(where, PartitionSpec(), memory_kind=leaf.memory_kind)
+        NamedSharding(where, PartitionSpec(), memory_kind=memory_kind)
     except ValueError as error:
         return _Fault("bad_memory_kind", _one_line(error), "Use a memory kind that the devices have, or None.")
-    return None
-
-
-def _jax_fault(spec: PartitionSpec, where: Mesh | AbstractMesh, sizes: Mapping[str, int]) -> _Fault | None:
-    """What JAX refuses though it divides: UNCONSTRAINED where no axis is Auto."""
     try:
         NamedSharding(where, canonical(spec, sizes))
     except ValueError as error:
@@ -181,15 +179,16 @@ def _tree_errors(plan: ShardingPlan, leaves: list[tuple[str, Any]]) -> Iterator[
         if leaf.path not in there:
             remedy = "Make the plan from this tree, or `plan.select` the part that it is of."
             yield Issue("error", "missing_leaf", leaf.path, f"planned as {leaf.type}, not in the tree.", remedy)
+    rows = plan._rows.by_path
     for path, x in leaves:
-        if path in plan:
-            yield from _leaf_errors(plan[path], x, plan.mesh)
-            continue
-        message = f"{type_text(tuple(x.shape), dtype_name(x))} is in the tree, not in the plan."
-        close = did_you_mean(path, [leaf.path for leaf in plan]) if len(plan) < 1000 else ""
-        yield Issue(
-            "error", "extra_leaf", path, message, "Make the plan from this tree, or merge a row for it." + close
-        )
+        row = rows.get(path)
+        if row is None:
+            message = f"{type_text(tuple(x.shape), dtype_name(x))} is in the tree, not in the plan."
+            close = did_you_mean(path, rows) if len(rows) < 1000 else ""
+            remedy = f"Make the plan from this tree, or merge a row for it.{close}"
+            yield Issue("error", "extra_leaf", path, message, remedy)
+        elif not isinstance(x, jax.ShapeDtypeStruct) or x.shape != row.shape or x.dtype.name != row.dtype:
+            yield from _leaf_errors(row, x, plan.mesh)
 
 
 def _leaf_errors(leaf: LeafPlan, x: Any, mesh: MeshSpec) -> Iterator[Issue]:

@@ -4,7 +4,6 @@ import html
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from .._errors import ShardingError
 from .._explain import layout_text
@@ -21,7 +20,7 @@ def visualize_leaf(
     plan: ShardingPlan,
     path: str,
     *,
-    format: Literal["text", "svg"] = "text",
+    format: str = "text",
     in_use: bool = False,
     width: int = 80,
     most: int = 16,
@@ -217,6 +216,6 @@ def _colour(grid: _Grid, row: int, col: int) -> str:
     return f"hsl({hue % 360:.0f} 62% {84 - 24 * col / cols:.0f}%)"
 
 
-def _label(x: float, y: float, text: str, kind: str, more: str = "") -> str:
+def _label(x: int | float, y: int | float, text: str, kind: str, more: str = "") -> str:
     name = f' class="{kind}"' if kind else ""
     return f'<text x="{x:g}" y="{y:g}"{name} {more}>{html.escape(text)}</text>'

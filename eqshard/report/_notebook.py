@@ -1,12 +1,13 @@
 """What notebooks show: small tables, without scripts, in the notebook's own colours."""
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .._analyze import Analysis
+from .._analyze import Analysis, analyze
+from .._axes import _FIELDS, PartitionAxis
 from .._mesh import MeshSpec
 from .._pieces import device_count
 from .._plan import ShardingPlan
@@ -20,7 +21,7 @@ _CELL = "padding:2px 10px 2px 0;text-align:left;vertical-align:top;border:0"
 _MONO = "font-family:ui-monospace,monospace;font-size:.92em"
 
 
-def plan_html(plan: ShardingPlan, analysis: Analysis) -> str:
+def plan_html(plan: ShardingPlan) -> str:
     """A plan as a table; its largest rows."""
     rows, rest = largest(rows_of(plan), _MOST)
     most = max((row.bytes_per_device for row in rows), default=0) or 1
@@ -30,7 +31,7 @@ def plan_html(plan: ShardingPlan, analysis: Analysis) -> str:
         titles.pop(3)
         cells = [[*row[:3], row[4]] for row in cells]
     more = f"<div>… and {len(rest)} smaller rows</div>" if rest else ""
-    return f"<div>{_lines(headline(analysis, 200))}{_table(titles, cells)}{more}</div>"
+    return f"<div>{_lines(headline(analyze(plan), 200))}{_table(titles, cells)}{more}</div>"
 
 
 def analysis_html(analysis: Analysis) -> str:
@@ -66,10 +67,11 @@ def mesh_html(mesh: MeshSpec) -> str:
     return f"<div><div>{html.escape(mesh_text(mesh))} ({way})</div>{''.join(blocks)}</div>"
 
 
-def axes_html(rows: Iterable[tuple[str, Any, Any]]) -> str:
+def axes_html(names: PartitionAxis) -> str:
     """Logical axes: their mesh axes in training and in decoding."""
-    cells = [[name, _axis(train), _axis(decode)] for name, train, decode in rows]
-    return _table(["logical axis", "train, prefill", "decode, insert"], cells)
+    tokens = [*_FIELDS, *(name for name in names.registered if name not in _FIELDS)]
+    rows = [[token, *(_axis(names.resolve_axis([token], mode)[0]) for mode in ("train", "decode"))] for token in tokens]
+    return _table(["logical axis", "train, prefill", "decode, insert"], rows)
 
 
 def _axis(axes: Any) -> str:
@@ -85,7 +87,7 @@ class _Markup(str):
     """A cell that is HTML already."""
 
 
-def _bar(part: float, text: str) -> str:
+def _bar(part: int | float, text: str) -> str:
     return _Markup(
         f'<span style="display:inline-block;width:{max(0.0, min(part, 1.0)) * 70:.0f}px;height:.6em;'
         f'background:#5b8def;border-radius:2px;margin-right:6px"></span>{html.escape(text)}'

@@ -1,7 +1,7 @@
 """One function for all reports."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jaxtyping import PyTree
 
@@ -20,7 +20,7 @@ def report(
     x: ShardingPlan | Analysis | Diff | Sequence[Issue],
     tree: PyTree[Any] = None,
     *,
-    format: Literal["text", "rich", "html"] = "text",
+    format: str = "text",
     width: int = 80,
     rows: int = 60,
 ) -> Any:

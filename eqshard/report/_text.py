@@ -34,7 +34,7 @@ def headline(analysis: Analysis, width: int) -> str:
     return "\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in lines)
 
 
-def copies_text(replication: float) -> str:
+def copies_text(replication: int | float) -> str:
     text = ratio_text(replication)
     return "1 copy" if text == "1" else f"{text} copies"
 

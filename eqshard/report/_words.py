@@ -35,7 +35,7 @@ def spec_words(spec: PartitionSpec) -> str:
     return ", ".join(entries) if entries else "whole"
 
 
-def count_text(n: float) -> str:
+def count_text(n: int | float) -> str:
     """A number for people: `70.6 B`."""
     for unit in ("", " k", " M", " B", " T"):
         if abs(n) < 1000 or unit == " T":
@@ -93,6 +93,6 @@ def largest(rows: Sequence[Row], most: int) -> tuple[list[Row], list[Row]]:
     return [rows[i] for i in sorted(kept)], [row for i, row in enumerate(rows) if i not in kept]
 
 
-def ratio_text(x: float) -> str:
+def ratio_text(x: int | float) -> str:
     """`1`, `1.25`, `64`."""
     return f"{x:.3g}" if not math.isclose(x, round(x), rel_tol=1e-3) else str(round(x))
