@@ -127,7 +127,7 @@ def _not_scattered(module: Module, collectives: Sequence[Collective]) -> Iterato
                 c.moves,
                 f"A {what} is summed whole on every device over {_over(c)} and then cut ({c.source or c.op}): "
                 f"{size_text(c.total_bytes)} on the wire, where a reduce-scatter sends {size_text(c.total_bytes / 2)}.",
-                "Let the gradient arrive at rest: `eqshard.use` where the weight is needed. (XLA for CPU always sums so.)",
+                "Let it arrive at rest: `eqshard.use` where the weight is needed. (On CPU, XLA always sums so.)",
             ),
         )
 

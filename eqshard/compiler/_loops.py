@@ -1,13 +1,23 @@
 """How often a loop runs, read from its condition and body."""
 
 import math
+import operator
 import re
+from collections.abc import Callable
 
 from ._hlo import Computation, Instruction, Module
 
 
 _KNOWN = re.compile(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)')
 _PASS = {"copy", "bitcast", "convert", "reshape", "copy-done", "copy-start", "optimization-barrier", "broadcast"}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "maximum": max,
+    "minimum": min,
+}
+_COUNTER = re.compile(r"[su]\d+\[\]|pred\[\]|\(")  # a counter is a scalar, alone or in a tuple
 _NEGATED = {"LT": "GE", "GE": "LT", "GT": "LE", "LE": "GT", "EQ": "NE", "NE": "EQ"}
 
 # What is known of the values that a computation is given: a number, or for a tuple its elements' numbers.
@@ -134,7 +144,7 @@ def _value(module: Module, where: Computation, name: str, given: list[Known], de
     if name.startswith("="):
         return _integer(name[1:])
     at = where.by_name.get(name)
-    if at is None or depth > 40:
+    if at is None or depth > 40 or not _COUNTER.match(at.shape):
         return None
     if at.opcode == "constant":
         return _integer(at.literal)
@@ -144,15 +154,16 @@ def _value(module: Module, where: Computation, name: str, given: list[Known], de
         return known if isinstance(known, int) else None
     if at.opcode == "get-tuple-element":
         return _tuple_element(module, where, at, given, depth)
+    if at.opcode not in ("fusion", "call", *_PASS, *_ARITHMETIC):
+        return None
     values = [_value(module, where, n, given, depth + 1) for n in at.operands]
     if at.opcode in _PASS:
         return values[0] if values else None
     if at.opcode in ("fusion", "call"):
         inner = module.computations.get(next(iter(at.called()), ""))
         return _value(module, inner, inner.root.name, list(values), depth + 1) if inner and inner.root else None
-    if None in values:
-        return None
-    return _arithmetic(at.opcode, [v for v in values if v is not None])
+    known = [v for v in values if v is not None]
+    return _ARITHMETIC[at.opcode](*known) if len(known) == 2 == len(values) else None
 
 
 def _tuple_element(module: Module, where: Computation, at: Instruction, given: list[Known], depth: int) -> int | None:
@@ -171,20 +182,6 @@ def _tuple_element(module: Module, where: Computation, at: Instruction, given: l
         return None
     values: list[Known] = [_value(module, where, n, given, depth + 1) for n in source.operands]
     return _value(module, inner, inner.root.operands[index], values, depth + 1)
-
-
-def _arithmetic(opcode: str, values: list[int]) -> int | None:
-    if opcode == "add":
-        return values[0] + values[1]
-    if opcode == "subtract":
-        return values[0] - values[1]
-    if opcode == "multiply":
-        return values[0] * values[1]
-    if opcode == "maximum":
-        return max(values)
-    if opcode == "minimum":
-        return min(values)
-    return None
 
 
 def _integer(text: str) -> int | None:
