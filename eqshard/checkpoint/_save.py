@@ -130,7 +130,7 @@ def save(
         if isinstance(step, bool) or not 0 <= step < 10**18:
             raise ShardingError(f"`step={step}` is no step: they count from 0.")
         where = where / str(step)
-    if where.exists():
+    if os.path.lexists(where):
         raise ShardingError(f"there is something at {where} already: a checkpoint is never overwritten.")
     arrays, record = _contents(tree, plan)
     if step is not None:
