@@ -180,8 +180,8 @@ def _table(r: CompileReport) -> str:
             f'<div class="soft mono">{html.escape(c.type[:80])}</div></td>'
             f"<td>{axes or c.group_size}</td>"
             f'<td class="n">{trips}</td><td>{"beside" if c.overlapped else "alone"}'
-            f'{"" if c.form == "plain" else ", " + c.form}</td><td class="n">{size_text(row.bytes)}</td>'
-            f'<td class="n">{seconds_text(row.seconds)}</td><td class="n">{seconds_text(row.exposed)}</td>'
-            f'<td class="of" title="{html.escape(c.op)}">{of}</td></tr>'
+            f"{'' if c.form == 'plain' else ', ' + c.form}</td>"
+            f'<td class="of" title="{html.escape(c.op)}">{of}</td><td class="n">{size_text(row.bytes)}</td>'
+            f'<td class="n">{seconds_text(row.seconds)}</td><td class="n">{seconds_text(row.exposed)}</td></tr>'
         )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

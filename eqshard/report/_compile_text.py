@@ -86,14 +86,14 @@ def _cells(row: Row) -> list[str]:
         over,
         times,
         how,
+        place_text(c),
         size_text(row.bytes),
         seconds_text(row.seconds),
         seconds_text(row.exposed),
-        place_text(c),
     ]
 
 
-TITLES = ["collective", "over", "trips", "runs", "sent", "time", "exposed", "of"]
+TITLES = ["collective", "over", "trips", "runs", "of", "sent", "time", "exposed"]
 
 
 def compile_text(r: CompileReport, width: int, most: int) -> str:

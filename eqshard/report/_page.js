@@ -79,16 +79,23 @@
     row.bytes = held(row.kind, row.kind[REST]) * row.times;
     row.total = product(row.kind[SHAPE]) * row.kind[ITEM] * row.times;
     row.pieces = split(row.kind[REST]);
+    row.shade = row.pieces >= devices ? "--one" : row.pieces > 1 ? "--some" : "--all";
   }
 
-  const root = { name: "", children: new Map(), bytes: 0, leaves: 0 };
+  const fresh = name => ({ name, children: new Map(), bytes: 0, leaves: 0, largest: null, shades: {} });
+  const root = fresh("");
   for (const row of rows) {
     let node = root;
-    root.bytes += row.bytes; root.leaves += row.times;
-    for (const name of row.names) {
-      if (!node.children.has(name)) node.children.set(name, { name, children: new Map(), bytes: 0, leaves: 0 });
-      node = node.children.get(name);
+    const add = () => {
       node.bytes += row.bytes; node.leaves += row.times;
+      node.shades[row.shade] = (node.shades[row.shade] ?? 0) + row.bytes;
+      if (!node.largest || row.bytes > node.largest.bytes) node.largest = row;
+    };
+    add();
+    for (const name of row.names) {
+      if (!node.children.has(name)) node.children.set(name, fresh(name));
+      node = node.children.get(name);
+      add();
     }
     node.row = row;
   }
@@ -187,30 +194,47 @@
     return out;
   }
   // The end of a path says more than its beginning: as many of its last keys as fit.
-  function shortened(row, width) {
-    for (let from = 0; from < row.names.length; from++) {
-      const text = row.names.slice(from).join("");
-      if (text.length * 6.6 <= width || from === row.names.length - 1) return text;
+  function shortened(names, whole, width) {
+    if (whole.length * 6.6 <= width) return whole;
+    for (let from = 0; from < names.length; from++) {
+      const text = names.slice(from).join("");
+      if (text.length * 6.6 <= width) return text;
     }
-    return row.path;
+    return names.length ? names[names.length - 1].replace(/^\['|'\]$/g, "") : whole;
   }
-  const shade = row => (row.pieces >= devices ? "var(--one)" : row.pieces > 1 ? "var(--some)" : "var(--all)");
+  const shade = shades => `var(${Object.entries(shades).reduce((a, b) => (b[1] > a[1] ? b : a), ["--empty", -1])[0]})`;
+
+  // The tree cut into at most so many tiles: the largest part is opened first, and what is small stays together.
+  const MOST_TILES = 160;
+  function parts() {
+    const done = [];
+    let open = [{ node: root, names: [] }];
+    while (open.length) {
+      open.sort((a, b) => b.node.bytes - a.node.bytes);
+      const { node, names } = open.shift();
+      const room = MOST_TILES - done.length - open.length;
+      if (!node.children.size || room < 8) { done.push(tileOf(node, names)); continue; }
+      const children = [...node.children.values()].sort((a, b) => b.bytes - a.bytes);
+      if (node.row) done.push(tileOf({ ...node.row, row: node.row, leaves: node.row.times, largest: node.row, shades: { [node.row.shade]: 1 } }, names));
+      open.push(...children.slice(0, room).map(child => ({ node: child, names: [...names, child.name] })));
+      const rest = children.slice(room);
+      if (rest.length) done.push({ names, rest: rest.length, value: rest.reduce((sum, child) => sum + child.bytes, 0), colour: "var(--empty)" });
+    }
+    return done;
+  }
+  const tileOf = (node, names) => ({ names, row: node.largest, leaves: node.leaves, value: node.bytes, colour: shade(node.shades) });
 
   const tiles = el("div", { class: "tiles" });
   function drawTiles() {
-    const sorted = rows.filter(row => row.bytes > 0).sort((a, b) => b.bytes - a.bytes);
-    const items = sorted.slice(0, 150).map(row => ({ row, value: row.bytes }));
-    const rest = sorted.slice(150);
-    if (rest.length) items.push({ rest: rest.length, value: rest.reduce((sum, row) => sum + row.bytes, 0) });
-    items.sort((a, b) => b.value - a.value);
+    const items = parts().filter(item => item.value > 0).sort((a, b) => b.value - a.value);
     const width = tiles.clientWidth || 1200;
     tiles.replaceChildren(...squarify(items, { x: 0, y: 0, w: width, h: 190 }).map(({ item, x, y, w, h }) => {
-      const name = item.row ? item.row.path : `${item.rest} smaller rows`;
-      const label = w > 40 && h > 20 ? [el("b", {}, item.row ? shortened(item.row, w - 12) : name), h > 36 ? bytes(item.value) : null] : [];
-      const style = `${label.length ? "" : "padding:0;"}left:${x}px;top:${y}px;width:${w}px;height:${h}px;background:${item.row ? shade(item.row) : "var(--empty)"}`;
+      const name = item.names.join("") + (item.rest ? ` ${item.rest} smaller` : item.row.times < item.leaves ? ` ${item.leaves} leaves` : "") || "(the array)";
+      const label = w > 40 && h > 20 ? [el("b", {}, shortened(item.names, name, w - 12)), h > 36 ? bytes(item.value) : null] : [];
+      const style = `${label.length ? "" : "padding:0;"}left:${x}px;top:${y}px;width:${w}px;height:${h}px;background:${item.colour}`;
       const act = item.row ? keyed(() => choose(item.row, true)) : {};
       const tile = el("div", { class: "tile", style, title: `${name}\n${bytes(item.value)} on each device`, ...act }, label);
-      if (item.row) tile.dataset.row = item.row.number;
+      if (item.row && item.row.times === item.leaves) tile.dataset.row = item.row.number;
       return tile;
     }));
     mark();
