@@ -176,7 +176,7 @@ class PlannedJit(Generic[Params, Result]):
         new = list(args)
         for i, plan in enumerate(self._in_plans):
             if plan is not None and not any(isinstance(x, Tracer) for x in jtu.tree_leaves(args[i])):
-                new[i] = args[i] if _lies(plan, args[i]) else _apply(plan, args[i], self._argument(i))
+                new[i] = _apply(plan, args[i], self._argument(i), unless=_lies)
         return tuple(new), kwargs
 
     def _check_strays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -204,9 +204,9 @@ def _layouts(flat: tuple[list[Any], list[Any], Any, Any]) -> list[Any]:
     return [getattr(x, "sharding", None) for leaves in flat[:2] for x in leaves]  # numpy and tracers have none
 
 
-def _apply(plan: ShardingPlan | None, tree: Any, what: str) -> Any:
+def _apply(plan: ShardingPlan | None, tree: Any, what: str, unless: Callable[..., bool] = lambda *_: False) -> Any:
     try:
-        return tree if plan is None else apply(plan, tree)
+        return tree if plan is None or unless(plan, tree) else apply(plan, tree)
     except MismatchError as error:
         raise MismatchError(f"{what}: {error}") from None
 
