@@ -9,11 +9,13 @@ import nox
 nox.options.sessions = ["tests", "lint", "types"]
 nox.options.reuse_existing_virtualenvs = True
 
-TEST = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test")
+
+def _group(name: str) -> tuple[str, ...]:
+    return nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), name)
 
 
 def _install(session: nox.Session, *more: str) -> None:
-    session.install("-e", ".[rich]", *TEST, *more)
+    session.install("-e", ".[rich,checkpoint]", *_group("test"), *more)
 
 
 @nox.session
@@ -47,15 +49,23 @@ def tests_newest(session: nox.Session) -> None:
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """The laws with many more examples."""
+    """The laws with many more examples, and the tests that are too slow for every day."""
     _install(session)
-    session.run("pytest", "-n", "auto", "--hypothesis-profile=nightly", "tests/test_laws.py", *session.posargs)
+    session.run("pytest", "--hypothesis-profile=nightly", "tests/test_laws.py", *session.posargs)
+    session.run("pytest", "-m", "slow", *session.posargs)
+
+
+@nox.session
+def tpu(session: nox.Session) -> None:
+    """Compiles for TPUs that are not there."""
+    _install(session, "-e", ".[tpu]")
+    session.run("pytest", "-m", "tpu", *session.posargs)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, by ruff."""
-    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "lint"))
+    session.install(*_group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
@@ -63,8 +73,22 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Types, by pyright."""
-    _install(session, "nox", *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "types"))
+    _install(session, "nox", *_group("types"))
     session.run("pyright")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The pages in `docs/`, into `site/`; a broken link is an error."""
+    session.install("-e", ".", *_group("docs"))
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def screenshots(session: nox.Session) -> None:
+    """Pictures of the reports, by Chromium (which must be there), into `docs/img/`."""
+    session.install("-e", ".[rich]")
+    session.run("python", "docs/make_screenshots.py", *session.posargs)
 
 
 @nox.session
@@ -82,10 +106,10 @@ def build(session: nox.Session) -> None:
     session.install("build")
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist")
-    wheel = next(pathlib.Path("dist").glob("*.whl"))
+    wheel = next(pathlib.Path("dist").glob("*.whl")).resolve()
     empty = pathlib.Path(session.create_tmp()) / "empty"
     session.run("python", "-m", "venv", "--clear", str(empty))
     python = str(empty / "bin" / "python")
-    session.run(python, "-m", "pip", "install", "-q", str(wheel.resolve()), external=True)
+    session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
     with session.chdir(session.create_tmp()):
         session.run(python, "-c", "import eqshard; print('eqshard', eqshard.__version__)", external=True)

@@ -162,9 +162,7 @@ class _Builder:
             self.opaque(eqn, ins, outs, times, path)
         return []
 
-    def operands(
-        self, eqn: Any, env: dict[Any, int | None], times: float, path: tuple[int, ...]
-    ) -> list[int | None]:
+    def operands(self, eqn: Any, env: dict[Any, int | None], times: float, path: tuple[int, ...]) -> list[int | None]:
         """The values that an equation reads: of arguments and of what several products read, copies."""
         found: list[int | None] = []
         for slot, var in enumerate(eqn.invars):
@@ -567,9 +565,7 @@ class _Builder:
         return inside
 
 
-def reshape_dims(
-    a: tuple[int, ...], b: tuple[int, ...]
-) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+def reshape_dims(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int], list[int]]:
     """Pairs of dimensions of a reshape that lie together, and those before and after that must be whole.
 
     Where dimensions are merged or split, a cut of the major factor is a cut of the whole.

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.extend import core
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import auto_axes, NamedSharding, PartitionSpec
 
+from .._apply import apply
 from .._errors import MismatchError
 from .._tree import is_array
 from ._build import inner_jaxpr
 from ._step import StepPlan
-from ._trace import trace
+from ._trace import trace, Traced
 
 
 def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,13 +48,27 @@ def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
                 "this is not the program that was planned: another function, other shapes, or other static arguments. "
                 "Call `step_plan` with the same function and arguments."
             )
-        arrays = [x for x in jtu.tree_leaves(args) if is_array(x)]
-        out = _Writer(plan, arrays).run(traced.jaxpr, arrays)
-        return traced.rebuild(out)
+        if "explicit" not in plan.mesh.axis_types:
+            arrays = [x for x in jtu.tree_leaves(args) if is_array(x)]
+            return traced.rebuild(_Writer(plan, arrays).run(traced.jaxpr, arrays))
+        # Inside, layouts are the plan's affair: the axes are made Auto there, and Explicit again for the results.
+        placed = [apply(p, arg) for p, arg in zip(plan.args, args)]
+        arrays = [x for x in jtu.tree_leaves([*placed, *args[len(placed) :]]) if is_array(x)]
+        run = lambda *xs: tuple(_Writer(plan, list(xs)).run(traced.jaxpr, list(xs)))
+        where = _mesh(plan, arrays)
+        results = tuple(NamedSharding(where, spec) for spec in _results(plan, traced))
+        out: Any = auto_axes(run, axes=plan.mesh.names, out_sharding=results)(*arrays)
+        return traced.rebuild(list(out))
 
     constrained.__name__ = getattr(fn, "__name__", "step")
     constrained.__doc__ = getattr(fn, "__doc__", None)
     return constrained
+
+
+def _results(plan: StepPlan, traced: Traced) -> list[PartitionSpec]:
+    """The layouts of the results: those of the arguments whose place they take; else whole."""
+    specs = [plan.args[leaf.arg][leaf.path].spec for leaf in traced.ins]
+    return [specs[traced.kept[i]] if i in traced.kept else PartitionSpec() for i in range(len(traced.outs))]
 
 
 class _Writer:

@@ -8,6 +8,7 @@ clusters stand the *operations*: matrix products, convolutions, gathers, and wha
 import math
 from dataclasses import dataclass, field
 
+
 Dims = tuple[int, ...]
 """A name, or -1 (always whole), for each dimension."""
 
@@ -24,7 +25,7 @@ class ValueNode:
 
     @property
     def nbytes(self) -> float:
-        return math.prod(self.shape) * self.itemsize
+        return float(math.prod(self.shape) * self.itemsize)
 
 
 @dataclass(slots=True)

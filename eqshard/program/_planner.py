@@ -17,7 +17,6 @@ from .._tree import did_you_mean, size_text
 from ._build import build
 from ._cost import Machine, State
 from ._fold import fold_alike
-from ._graph import Graph
 from ._solve import Choice, Layout, own_seconds, Problem, problem, project, require, solve, work
 from ._step import Point, StepPlan
 from ._trace import trace, Traced
@@ -31,9 +30,9 @@ def step_plan(
     fn: Callable[..., Any],
     *args: Any,
     mesh: MeshLike,
-    max_bytes: float | None = None,
+    max_bytes: int | float | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
-    time_limit: float = 30.0,
+    time_limit: int | float = 30.0,
 ) -> StepPlan:
     """Plans a step from its own program: the layouts of its arguments and of the values inside that make it fastest.
 
@@ -88,11 +87,11 @@ def step_plan(
     limit = described.chip.hbm_bytes if max_bytes is None and described.chip is not None else max_bytes
     rows = _memory_rows(p, ins)
     fold = fold_alike(graph, p.layouts, anchored)
-    limited = [(row, limit) for row in rows] if limit is not None else []
-    choice = solve(p, fold, own, limited, seconds=time_limit)
+    limited = [(row, float(limit)) for row in rows] if limit is not None else []
+    choice = solve(p, fold, own, limited, seconds=float(time_limit))
     if choice is None:
         assert limit is not None
-        raise BudgetError(_infeasible(p, rows, limit))
+        raise BudgetError(_infeasible(p, rows, float(limit)))
     return _written(traced, described, p, own, rows, choice, ins)
 
 

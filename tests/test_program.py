@@ -1,0 +1,207 @@
+"""Plans from programs: what is tied together, what is chosen, and that writing layouts in changes no value."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqshard
+from eqshard.program._build import build, reshape_dims
+from eqshard.program._cost import Machine
+from eqshard.program._fold import fold_alike
+from eqshard.program._solve import problem
+from eqshard.program._trace import trace
+
+
+# Slow at arithmetic, quick at talking: everything is worth cutting.
+EAGER = eqshard.Chip("eager", flops=1e9, hbm_bytes=1e12, hbm_bandwidth=1e9, link_bandwidth=1e13)
+
+
+def shape(*dims, dtype="float32"):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def mesh_of(axis_type, **sizes):
+    return eqshard.MeshSpec(sizes, axis_type=axis_type, chip=EAGER)
+
+
+def check_equal(fn, args, mesh, **options):
+    """Plans, writes in, runs on 8 devices: the same values as without, in the planned layouts."""
+    plan = eqshard.step_plan(fn, *args, mesh=mesh, **options)
+    placed = [eqshard.apply(p, a) for p, a in zip(plan.args, args)]
+    want = eqx.filter_jit(fn)(*args)
+    got = eqx.filter_jit(eqshard.constrain(plan, fn))(*placed)
+    assert jax.tree.structure(eqx.filter(want, eqx.is_array)) == jax.tree.structure(eqx.filter(got, eqx.is_array))
+    for a, b in zip(jax.tree.leaves(eqx.filter(want, eqx.is_array)), jax.tree.leaves(eqx.filter(got, eqx.is_array))):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-5)
+    return plan, got
+
+
+@pytest.mark.parametrize(
+    "a, b, pairs",
+    [
+        ((4, 8, 16), (32, 16), [(0, 0), (2, 1)]),
+        ((4, 8, 16), (4, 8, 4, 4), [(0, 0), (1, 1), (2, 2)]),
+        ((4, 1, 8), (4, 8), [(0, 0), (2, 1)]),
+        ((2, 6), (4, 3), [(0, 0)]),
+        ((4, 8), (4, 8, 1, 1), [(0, 0), (1, 1)]),
+        ((1, 4), (4,), [(1, 0)]),
+    ],
+)
+def test_reshape_ties_major_factors(a, b, pairs):
+    assert reshape_dims(a, b)[0] == pairs
+
+
+def test_elementwise_values_share_a_cluster_and_products_part_them():
+    traced = trace(lambda x, w: jnp.sin(x @ w) + 1.0, (shape(8, 4), shape(4, 16)))
+    graph, ins, outs = build(traced.jaxpr, traced.kept)
+    (dot,) = graph.ops
+    assert dot.kind == "dot" and dot.flops == 2 * 8 * 4 * 16
+    (made, _), (out,) = dot.outs[0], outs
+    assert graph.cluster(made) == graph.cluster(out)
+    assert graph.cluster(ins[0]) != graph.cluster(out)
+
+
+def test_a_value_never_has_one_name_twice():
+    traced = trace(lambda x: x + x.T, (shape(8, 8),))
+    graph, _, _ = build(traced.jaxpr, traced.kept)
+    assert all(len(set(d)) == len(d) for d in map(graph.dims, range(len(graph.values))) if -1 not in d)
+
+
+def test_unknown_operations_are_taken_whole_and_named():
+    plan = eqshard.step_plan(jnp.linalg.qr, shape(16, 16), mesh=eqshard.MeshSpec(x=8))
+    assert any("householder" in note or "qr" in note for note in plan.notes)
+
+
+def test_data_parallel_where_it_is_best():
+    def step(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    mesh = eqshard.MeshSpec(data=8, chip="v5e")
+    plan = eqshard.step_plan(jax.grad(step), shape(64, 64), shape(2**16, 64), mesh=mesh)
+    assert plan.args[1][""].spec == P("data") and plan.args[0][""].spec == P()
+
+
+def test_memory_is_kept():
+    def step(w, m, x):
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        m = 0.9 * m + g
+        return w - m, m
+
+    args = shape(1024, 1024), shape(1024, 1024), shape(64, 1024)
+    whole = 2 * 4 * 1024**2
+    mesh = eqshard.MeshSpec(data=2, tp=4, chip="v5e")
+    plan = eqshard.step_plan(step, *args, mesh=mesh, max_bytes=0.5 * whole)
+    held = sum(eqshard.analyze(p).bytes_per_device[0] for p in plan.args)
+    assert held <= 0.5 * whole and plan.bytes_per_device <= 0.5 * whole
+    with pytest.raises(eqshard.BudgetError, match="at least"):
+        eqshard.step_plan(step, *args, mesh=mesh, max_bytes=1000)
+
+
+def test_fixed_stays_fixed(axis_type):
+    def step(w, x):
+        return x @ w
+
+    mesh = mesh_of(axis_type, data=2, tp=4)
+    plan = eqshard.step_plan(step, shape(16, 16), shape(32, 16), mesh=mesh, fixed={"x": P("tp"), "w": P("data")})
+    assert plan.args[1][""].spec == P("tp") and plan.args[0][""].spec == P("data")
+    with pytest.raises(eqshard.MismatchError, match="no argument and no leaf"):
+        eqshard.step_plan(step, shape(16, 16), shape(32, 16), mesh=mesh, fixed={"batch": P("tp")})
+    with pytest.raises(eqshard.IndivisibleError):
+        eqshard.step_plan(step, shape(6, 16), shape(32, 6), mesh=mesh, fixed={"w": P("tp")})
+
+
+def test_training_step_is_the_same(axis_type):
+    optim = optax.adamw(1e-2)
+
+    def step(model, state, x):
+        loss, grads = eqx.filter_value_and_grad(lambda m: jnp.mean((jax.vmap(m)(x) - x) ** 2))(model)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, loss
+
+    model = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0))
+    state = optim.init(eqx.filter(model, eqx.is_inexact_array))
+    x = jax.random.normal(jax.random.key(1), (32, 16))
+    plan, (new, new_state, _) = check_equal(step, (model, state, x), mesh_of(axis_type, data=4, tp=2))
+    for arg, out in ((0, new), (1, new_state)):
+        specs = eqshard.specs_of(out)
+        assert jax.tree.leaves(specs) == jax.tree.leaves(plan.args[arg].specs(out))
+    assert any(leaf.spec != P() for leaf in plan.args[0])
+
+
+def loops(w, x):
+    """Everything that control flow has: scan with remat, while, cond, nested jit, custom gradients."""
+    x, ys = jax.lax.scan(jax.checkpoint(lambda c, k: (jnp.tanh(c @ k), c.sum(-1))), x, w)
+    x = jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c @ w[0]), x)
+    x = jax.lax.cond(x.sum() > 0, lambda c: c @ w[1], lambda c: c * 2.0, x)
+    x = jax.jit(lambda c: jax.nn.silu(c) @ w[2])(x)
+    return jax.nn.softmax(x), ys
+
+
+def test_control_flow_is_the_same(axis_type):
+    args = jax.random.normal(jax.random.key(0), (3, 16, 16)), jax.random.normal(jax.random.key(1), (8, 16))
+    mesh = mesh_of(axis_type, data=4, tp=2)
+    plan, _ = check_equal(loops, args, mesh)
+    assert any(len(path) > 1 for path, *_ in plan.inner)  # layouts inside bodies
+
+
+def test_a_backward_pass_is_the_same(axis_type):
+    def grads(w, x):
+        body = jax.checkpoint(lambda c, k: (jnp.tanh(c @ k), None))
+        return jax.grad(lambda w: jnp.sum(jax.lax.scan(body, x, w)[0] ** 2))(w)
+
+    args = jax.random.normal(jax.random.key(0), (3, 16, 16)), jax.random.normal(jax.random.key(1), (8, 16))
+    check_equal(grads, args, mesh_of(axis_type, data=4, tp=2))
+
+
+def test_gradients_through_a_constrained_function():
+    args = jax.random.normal(jax.random.key(0), (3, 16, 16)), jax.random.normal(jax.random.key(1), (8, 16))
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(lambda c, k: (jnp.tanh(c @ k), None)), x, w)[0] ** 2)
+
+    plan = eqshard.step_plan(loss, *args, mesh=mesh_of("auto", data=4, tp=2))
+    want = jax.jit(jax.grad(loss))(*args)
+    got = jax.jit(jax.grad(eqshard.constrain(plan, loss)))(*args)
+    np.testing.assert_allclose(want, got, rtol=1e-4, atol=1e-5)
+
+
+def test_on_one_device_bit_for_bit():
+    args = jax.random.normal(jax.random.key(0), (3, 16, 16)), jax.random.normal(jax.random.key(1), (8, 16))
+    plan = eqshard.step_plan(loops, *args, mesh=eqshard.MeshSpec(data=1))
+    for a, b in zip(jax.jit(loops)(*args), jax.jit(eqshard.constrain(plan, loops))(*args)):
+        assert (np.asarray(a) == np.asarray(b)).all()
+
+
+def test_repeated_layers_are_solved_once():
+    def step(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x
+
+    sizes = []
+    for n in (4, 32):
+        traced = trace(step, ([shape(64, 64)] * n, shape(128, 64)))
+        graph, ins, _ = build(traced.jaxpr, traced.kept)
+        p = problem(graph, Machine.of(eqshard.MeshSpec(data=2, tp=4, chip="v5e")), ins, {})
+        sizes.append(len(fold_alike(graph, p.layouts, {}).ops))
+    assert sizes[1] <= sizes[0] + 4
+
+
+def test_another_program_is_refused():
+    mesh = eqshard.MeshSpec(x=8)
+    plan = eqshard.step_plan(lambda w: w * 2.0, shape(8, 8), mesh=mesh)
+    with pytest.raises(eqshard.MismatchError, match="not the program"):
+        eqshard.constrain(plan, lambda w: w @ w)(jnp.ones((8, 8)))
+
+
+def test_json():
+    plan = eqshard.step_plan(lambda w, x: x @ w, shape(64, 64), shape(64, 64), mesh=mesh_of("auto", x=8))
+    again = eqshard.StepPlan.from_json(plan.to_json())
+    assert again == plan and hash(again) == hash(plan)
+    with pytest.raises(eqshard.FormatError):
+        eqshard.StepPlan.from_json('{"format": "eqshard.step", "version": 1}')
