@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
 from ._issue import Issue
 from ._kinds import Kind
 from ._mesh import MeshSpec
+from ._stray import is_placed
 from ._tree import shown, size_text, some
 
 
@@ -39,7 +38,7 @@ def strays(leaves: list[tuple[str, Any]], where: Mesh | AbstractMesh) -> Iterato
         return
     ours = set(where.devices.flat)
     for path, x in leaves:
-        if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_deleted() or not x.committed:
+        if not is_placed(x) or x.is_deleted():
             continue
         theirs = x.sharding.device_set
         if theirs == ours:

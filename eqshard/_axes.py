@@ -145,6 +145,11 @@ class PartitionAxis(Value):
         fields += [f"custom={self.custom!r}"] if self.custom else []
         return f"PartitionAxis({', '.join(fields)})"
 
+    def _repr_html_(self) -> str:
+        from .report._notebook import axes_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
+
+        return axes_html(self)
+
     def resolve_axis(self, axes: Sequence[Any], mode: Mode | str = Mode.TRAIN) -> list[Axis]:
         """The mesh axes of each logical axis.
 

@@ -102,6 +102,11 @@ class MeshSpec(Value):
             extra += f", devices={self.placement}"
         return "MeshSpec(" + ", ".join(f"{n}={s}" for n, s in self.axes) + extra + ")"
 
+    def _repr_html_(self) -> str:
+        from .report._notebook import mesh_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
+
+        return mesh_html(self)
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
