@@ -187,7 +187,7 @@ class _Builder:
     def inline(
         self, eqn: Any, inner: Any, env: dict[Any, int | None], times: float, path: tuple[int, ...]
     ) -> list[dict[int, float]]:
-        jaxpr, consts = inner
+        jaxpr, _ = inner
         local: dict[Any, int | None] = {}
         for v in jaxpr.constvars:
             self.new(local, v, times)
