@@ -172,9 +172,11 @@ def _svg(grid: _Grid, leaf: LeafPlan, mesh: MeshSpec, most: int) -> str:
     title = f"{leaf.path or '(the array)'}  {short_type(leaf)}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top + each * len(panels)}" width="{width}" '
-        'role="img" font-family="system-ui, sans-serif" font-size="12" style="max-width:100%">',
-        "<style>text{fill:#1a1f29}.s{fill:#5d6675}@media(prefers-color-scheme:dark){text{fill:#e7eaf0}.s{fill:#98a2b3}}"
-        ".d{fill:#14181f;text-anchor:middle;dominant-baseline:central;font-size:11px}</style>",
+        'class="eqshard" role="img" font-family="system-ui, sans-serif" font-size="12" style="max-width:100%">',
+        "<style>.eqshard text{fill:#1a1f29}.eqshard .s{fill:#5d6675}"
+        ".eqshard .d{fill:#14181f;text-anchor:middle;dominant-baseline:central;font-size:11px}"
+        "@media(prefers-color-scheme:dark){.eqshard text{fill:#e7eaf0}.eqshard .s{fill:#98a2b3}"
+        ".eqshard .d{fill:#14181f}}</style>",
         _label(0, 15, title, "", 'font-weight="600"'),
         _label(0, 34, layout_text(leaf, leaf.use if grid.in_use else leaf.spec, mesh), "s"),
     ]

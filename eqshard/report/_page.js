@@ -129,7 +129,7 @@
     sub.append(`= ${plural(devices, "device")}`);
     if (data.chip) sub.append(` of ${data.chip[0]}`);
     if (data.dcn.length) sub.append(` (${data.dcn.join(", ")} across the slower network)`);
-    const each = uneven ? `${bytes(t.least)} to ${bytes(t.most)}` : bytes(t.most);
+    const each = bytes(t.least) !== bytes(t.most) ? `${bytes(t.least)} to ${bytes(t.most)}` : bytes(t.most);
     const title = `${count(t.params)} parameters on ${plural(devices, "device")}, ${each} on each`;
     const cards = [
       number(bytes(t.bytes), `in ${plural(t.leaves, "leaf").replace("leafs", "leaves")}, each counted once`),
@@ -392,8 +392,8 @@
     const across = d => `dim ${d}: ${shape[d]}` + (layout[d].length ? ` over ${layout[d].map(i => axes[i].name).join(" × ")}` : "");
     for (let r = 0; r < nr; r++) for (let c = 0; c < nc; c++) {
       const number = layout.map(() => 0);
-      if (rowDim !== undefined) number[rowDim] = r;
-      if (colDim !== undefined) number[colDim] = c;
+      if (rowDim !== undefined) number[rowDim] = Math.floor((r * cut(layout[rowDim])) / nr);  // of very many, a sample
+      if (colDim !== undefined) number[colDim] = Math.floor((c * cut(layout[colDim])) / nc);
       const key = number.join(), device = owner(layout, number);
       box.append(el("rect", { class: "piece", x: left + (c * w) / nc, y: 18 + (r * tall) / nr, width: w / nc, height: tall / nr, rx: 2, fill: colour(layout, number), "data-key": key, onmouseenter: () => tell(kind, layout, caption, device, true) }));
     }
@@ -426,13 +426,13 @@
     const topSpace = k >= 3 ? 34 : 18, tall = topSpace + cellH * shownRows + (k > 3 ? 14 : 0);
     const box = el("svg", { class: "picture", viewBox: `0 0 ${width} ${tall * deep + 4}`, role: "img", "aria-label": "devices of the mesh" });
     const named = (i, x, y, text, more = {}) => el("text", { x, y, style: `fill:${axes[i].colour};font-weight:600`, ...more }, text ?? axes[i].name);
-    const label = cellW >= 20 && cellH >= 12;
+    const label = cellW >= 20 && cellH >= 12, roomy = block >= 84;
     for (let deeper = 0; deeper < deep; deeper++) for (let b = 0; b < wide; b++) {
       const x0 = left + b * (block + gap), y0 = deeper * tall + topSpace;
       if (k >= 3) box.append(named(k - 3, x0, y0 - 20, `${axes[k - 3].name} ${b}`));
       if (k > 3 && b === 0) box.append(el("text", { x: width, y: y0 - 20, "text-anchor": "end" }, axes.slice(0, k - 3).map((a, i) => `${a.name} ${coordinates(deeper * product(axes.slice(k - 3).map(z => z.size)))[i]}`).join(", ")));
-      if (k >= 2) box.append(named(k - 2, x0, y0 - 5, `${axes[k - 2].name} ↓`));
-      box.append(named(k - 1, x0 + (k >= 2 ? block : 0), y0 - 5, `${axes[k - 1].name} →`, { "text-anchor": k >= 2 ? "end" : "start" }));
+      if (roomy && k >= 2) box.append(named(k - 2, x0, y0 - 5, `${axes[k - 2].name} ↓`));
+      if (roomy) box.append(named(k - 1, x0 + (k >= 2 ? block : 0), y0 - 5, `${axes[k - 1].name} →`, { "text-anchor": k >= 2 ? "end" : "start" }));
       for (let r = 0; r < shownRows; r++) for (let c = 0; c < shownCols; c++) {
         const device = ((deeper * size(k - 3) + b) * rowsN + r) * cols + c;
         const number = numbers(layout, coordinates(device));
@@ -442,8 +442,8 @@
       }
     }
     const drawn = wide * deep * shownCols * shownRows;
-    if (drawn === devices) return box;
-    return el("div", {}, box, el("div", { class: "soft", style: "font-size:12.5px" }, `${drawn} of ${devices} devices drawn.`));
+    const words = (roomy ? "" : `Down: ${axes[k - 2].name}, across: ${axes[k - 1].name}. `) + (drawn < devices ? `${drawn} of ${devices} devices drawn.` : "");
+    return words ? el("div", {}, box, el("div", { class: "soft", style: "font-size:12.5px" }, words)) : box;
   }
 
   // ---- all of it

@@ -11,13 +11,16 @@ from .._diff import Diff
 from .._errors import ShardingError
 from .._issue import Issue
 from .._plan import ShardingPlan
+from ..compiler import CompileReport
+from ._compile_page import compile_page
+from ._compile_text import compile_rich, compile_text
 from ._page import plan_page, text_page
 from ._rich import plan_rich
 from ._text import analysis_text, diff_text, issues_text, plan_text
 
 
 def report(
-    x: ShardingPlan | Analysis | Diff | Sequence[Issue],
+    x: ShardingPlan | Analysis | Diff | CompileReport | Sequence[Issue],
     tree: PyTree[Any] = None,
     *,
     format: str = "text",
@@ -38,7 +41,7 @@ def report(
 
     **Arguments:**
 
-    - `x`: what `auto_plan` and its like, `analyze`, `diff` or `validate` return.
+    - `x`: what `auto_plan` and its like, `analyze`, `diff`, `validate` or `compile_report` return.
     - `tree`: what a plan is for, to be checked and counted with it, as in `validate` and `analyze`.
     - `format`: `"text"`; `"rich"`, for a plan a table that a `rich.console.Console` prints (needs rich); `"html"`, one
         page that needs nothing else, neither network nor files.
@@ -62,6 +65,10 @@ def report(
         if format == "rich":
             return plan_rich(x, analysis, issues, rows)
         return plan_text(x, analysis, issues, width, rows)
+    if isinstance(x, CompileReport):
+        if format == "html":
+            return compile_page(x)
+        return compile_rich(x, rows) if format == "rich" else compile_text(x, width, rows)
     if isinstance(x, Analysis):
         text = analysis_text(x, width)
     elif isinstance(x, Diff):
