@@ -56,7 +56,7 @@ def tp_rules(model: PyTree[Any], axis: str = "tp") -> list[tuple[str, PartitionS
     specs = {path: PartitionSpec() for path, _ in array_leaves(model)}
     for path, layer in _layers(model):
         for name in ("weight", "bias"):
-            x = getattr(layer, name)
+            x = getattr(layer, name, None)
             if is_array(x):
                 specs[f"{path}.{name}"] = _spec(layer, name, len(x.shape), roles[path], axis)
     return _folded(specs)
