@@ -17,6 +17,15 @@ from eqshard._tree import array_leaves, path_name
 MESH = eqshard.MeshSpec(data=2, tp=4)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles():
+    """These programs run once."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def shape_of(x):
     return x.shape, x.dtype
 

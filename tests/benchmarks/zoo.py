@@ -47,6 +47,8 @@ class Row:
     report: CompileReport | None
     planning: float = 0.0
     """Seconds to find the layout."""
+    predicted: tuple[float, float] = (0.0, 0.0)
+    """Seconds of a step and bytes of a device, by whoever found it."""
     failure: str = ""
 
     @property
@@ -59,12 +61,13 @@ def planned(case: zoo.Case, mesh: eqshard.MeshSpec) -> zoo.Layout:
     from eqshard import constrain, step_plan
 
     plan = step_plan(case.step, *case.args, mesh=mesh)
-    return zoo.Layout("planned", tuple(plan.args), constrain(plan, case.step))
+    step = constrain(plan, case.step)
+    return zoo.Layout("planned", tuple(plan.args), step, dict(plan.options), plan.seconds, plan.bytes_per_device)
 
 
 def measure(case: zoo.Case, layout: zoo.Layout, target: Target, cache: pathlib.Path | None) -> CompileReport:
     """What the compiler makes of a layout, from the cache if it was asked before."""
-    flat = flatten(Program(layout.step, case.args, layout.plans, case.donate), target)
+    flat = flatten(Program(layout.step, case.args, layout.plans, case.donate, layout.options), target)
     job, flops = lower_for(flat, target)
     asked = job.exported.mlir_module(), job.shardings, job.donated, job.options, target, jax.__version__
     name = f"{case.name}-{case.size}-{layout.name}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
@@ -103,7 +106,8 @@ def rows_of(
         try:
             layout = planned(case, mesh) if name == "planned" else layouts[name]
             planning = time.perf_counter() - began if name == "planned" else 0.0
-            yield Row(case.name, name, measure(case, layout, target, cache), planning)
+            predicted = layout.seconds, layout.nbytes
+            yield Row(case.name, name, measure(case, layout, target, cache), planning, predicted)
         except (ImportError, eqshard.ShardingError) as error:
             yield Row(case.name, name, None, failure=f"{type(error).__name__}: {error}".splitlines()[0][:100])
 
@@ -112,13 +116,15 @@ def line(row: Row, best: float | None) -> str:
     """A row as the table prints it."""
     start = f"| {row.case} | {row.layout} |"
     if row.report is None:
-        return f"{start} {row.failure} |  |  |  |  |"
+        return f"{start} {row.failure} |  |  |  |  |  |"
     r = row.report
     step = f"{r.step_seconds * 1e3:.1f}" if r.fits else "does not fit"
     ratio = f"{row.milliseconds / best:.2f}" if best and r.fits else ""
     took = f"{r.compile_seconds:.0f}" + (f" + {row.planning:.1f}" if row.planning else "")
     wire = f"{r.wire_bytes / 1e6:.0f}" if not r.refused else ""
-    return f"{start} {step} | {ratio} | {wire} | {r.bytes_per_device / 1e9:.2f} | {took} |"
+    seconds, nbytes = row.predicted
+    guess = f"{seconds * 1e3:.1f} ms, {nbytes / 1e9:.2f} GB" if seconds else ""
+    return f"{start} {step} | {ratio} | {wire} | {r.bytes_per_device / 1e9:.2f} | {took} | {guess} |"
 
 
 def main() -> None:
@@ -138,8 +144,10 @@ def main() -> None:
     if given.cache is not None:
         given.cache.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in given.layouts.split(",") if name]
-    print("| case | layout | est. step, ms | of the best by hand | wire, MB a chip | GB a chip | compile, s |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| case | layout | est. step, ms | of the best by hand | wire, MB a chip | GB a chip | compile, s | predicted |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     ratios = []
     for name in given.cases.split(","):
         rows = list(rows_of(zoo.case(name, given.size), wanted, target, mesh, given.cache))

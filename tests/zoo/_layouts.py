@@ -25,11 +25,16 @@ class Layout:
 
     - `plans`: one for each argument.
     - `step`: the step with the layouts of inner values and of what it returns written in.
+    - `options`: for the compiler.
+    - `seconds`, `nbytes`: what whoever made the layout predicts of a step, if anything.
     """
 
     name: str
     plans: tuple[eqshard.ShardingPlan, ...]
     step: Callable[..., Any]
+    options: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    nbytes: float = 0.0
 
 
 @dataclass(frozen=True)
