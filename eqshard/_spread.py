@@ -112,7 +112,7 @@ def reachable(
     for i, factor in enumerate(factors):
         further: dict[tuple[int, ...], Way] = {}
         for pieces, (so_far, places) in found.items():
-            for dim in (None, *(d for d, n in enumerate(pieces) if n % factor == 0)):
+            for dim in (*(d for d, n in enumerate(pieces) if n % factor == 0), None):
                 way = Way(so_far + cost(i, dim), (*places, dim))
                 smaller = pieces if dim is None else (*pieces[:dim], pieces[dim] // factor, *pieces[dim + 1 :])
                 if smaller not in further or way.cost < further[smaller].cost:
