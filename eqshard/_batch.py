@@ -6,7 +6,6 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from ._agree import agree, value_digest
@@ -17,9 +16,9 @@ from ._mesh import MeshLike, MeshSpec
 from ._names import Mode
 from ._pad import padded, rows_sharding
 from ._put import is_global, is_here, is_key, put_all
-from ._rows import batch_rows, check_row, DEFAULT_NAMES, Layout, Row
+from ._rows import batch_rows, DEFAULT_NAMES, Known, Layout, Row, Type, types_of
 from ._shard_info import ShardedLeaf, ShardInfo
-from ._tree import dtype_name, is_array, shown, type_text
+from ._tree import dtype_name, shown, type_text
 
 
 def shard_batch(
@@ -99,115 +98,89 @@ def place_batch(
     leaves, treedef = jtu.tree_flatten(batch)
     alone = jax.process_count() == 1
     local = local and not alone
-    layout, names = Layout.of(spec_or_axes), DEFAULT_NAMES if names is None else names
-    before = _shapes(leaves)
-    lies = batch_rows(treedef, before, mesh, layout, names, mode, jax.process_index() if local else None)
-    mask, shapes = None, before
+    how = Known(mesh), Layout.of(spec_or_axes), DEFAULT_NAMES if names is None else Known(names), mode
+    given = types_of(leaves, local)
+    lies = batch_rows(treedef, given, *how, pad is None)
+    mask = None
     if pad is not None:
         leaves, mask = padded(leaves, lies, treedef, pad, rows)
-        shapes = _shapes(leaves)
+        lies = batch_rows(treedef, types_of(leaves, local), *how)
     elif rows is not None:
         raise ShardingError("`rows` says to how many rows to pad: give `pad` too, what to fill them up with.")
-    out = _placed(leaves, lies, shapes, layout, local, None if alone or local else channel)
+    out = place_leaves(leaves, lies, local, None if alone or local else channel)
     result: list[Any] = [jtu.tree_unflatten(treedef, out)]
     if mask is not None:
         result.append(_placed_mask(mask, lies, local))
     if info:
-        result.append(_info(out, lies, before))
+        result.append(_info(out, lies, given))
     return result[0] if len(result) == 1 else tuple(result)
 
 
-def _shapes(leaves: list[Any]) -> tuple[tuple[int, ...] | None, ...]:
-    return tuple(tuple(x.shape) if is_array(x) else None for x in leaves)
-
-
-def _placed(
-    leaves: list[Any],
-    lies: tuple[Row | None, ...],
-    shapes: tuple[tuple[int, ...] | None, ...],
-    layout: Layout,
-    local: bool,
-    channel: str | None,
-) -> list[Any]:
+def place_leaves(leaves: list[Any], lies: tuple[Row | None, ...], local: bool, channel: str | None) -> list[Any]:
     """The leaves in their places: one call of JAX for all."""
     out = list(leaves)
-    arrays: list[Any] = []
-    wholes: list[tuple[int, ...]] = []
     moved: list[tuple[int, Row]] = []
-    for i, (x, row, shape) in enumerate(zip(leaves, lies, shapes)):
-        if row is None or shape is None:
+    arrays: list[Any] = []
+    for i, row in enumerate(lies):
+        if row is None:
             continue
-        spread = local and not is_global(x)
-        whole = row.whole(shape) if spread else shape
-        _check_whole(row, whole, shape, x, layout, spread)
-        if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
-            out[i] = _constrained(x, row, whole, local)
-        elif not (isinstance(x, jax.Array) and x.committed and x.sharding == row.sharding):
+        x = leaves[i]
+        if isinstance(x, np.ndarray):
             arrays.append(_exact(x, row.path))
-            wholes.append(whole)
-            moved.append((i, row))
+        elif isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
+            out[i] = _constrained(x, row, local)
+            continue
+        elif x.committed and x.sharding == row.sharding:
+            continue
+        else:
+            arrays.append(x)
+        moved.append((i, row))
     if not arrays:
         return out
-    shardings = [row.sharding for _, row in moved]
     if channel is not None:
         _check_same(arrays, moved, channel)
-    placed = _from_parts(arrays, shardings, wholes) if local else put_all(arrays, shardings)
+    shardings = [row.sharding for _, row in moved]
+    placed = _from_parts(arrays, moved) if local else put_all(arrays, shardings)
     for (i, row), x in zip(moved, placed):
         out[i] = constrain_to(x, row.spec, row.sharding.mesh) if isinstance(x, Tracer) else x
     return out
 
 
-def _from_parts(arrays: list[Any], shardings: list[NamedSharding], wholes: list[tuple[int, ...]]) -> list[Any]:
+def _from_parts(arrays: list[Any], moved: list[tuple[int, Row]]) -> list[Any]:
     """Global arrays from this process's parts of them; those that are global already just move."""
+    out: list[Any] = list(arrays)
     here = [i for i, x in enumerate(arrays) if not is_global(x) and not is_key(x)]
-    out: list[Any] = [None] * len(arrays)
+    lies = [row for _, row in moved]
     parts = [np.asarray(arrays[i]) for i in here]
-    made = jax.make_array_from_process_local_data([shardings[i] for i in here], parts, [wholes[i] for i in here])
-    for i, x in zip(here, made):
+    shardings, wholes = [lies[i].sharding for i in here], [lies[i].whole for i in here]
+    for i, x in zip(here, jax.make_array_from_process_local_data(shardings, parts, wholes)):
         out[i] = x
-    for i, x in enumerate(arrays):
-        if i in here:
-            continue
+    for i, (x, row) in enumerate(zip(arrays, lies)):
         if is_global(x):
-            out[i] = put_all([x], [shardings[i]])[0]
-        else:
+            out[i] = put_all([x], [row.sharding])[0]
+        elif is_key(x):
             data = np.asarray(jax.random.key_data(x))
-            made = jax.make_array_from_process_local_data(shardings[i], data, (*wholes[i], data.shape[-1]))
+            made = jax.make_array_from_process_local_data(row.sharding, data, (*row.whole, data.shape[-1]))
             out[i] = jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
     return out
 
 
-def _check_whole(
-    row: Row, whole: tuple[int, ...], shape: tuple[int, ...], x: Any, layout: Layout, spread: bool
-) -> None:
-    check_row(row, whole, dtype_name(x))
-    if layout.plan is not None:
-        planned = layout.plan[row.path]
-        if whole != planned.shape:
-            parts = f", of which each process brings {list(shape)}" if spread else ""
-            raise MismatchError(
-                f"{shown(row.path)} is {type_text(whole, dtype_name(x))}{parts}, planned as {planned.type}."
-            )
-
-
-def _constrained(x: Any, row: Row, whole: tuple[int, ...], local: bool) -> Any:
+def _constrained(x: Any, row: Row, local: bool) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        return x.update(shape=whole, sharding=row.sharding)
+        return x.update(shape=row.whole, sharding=row.sharding)
     if local:
         raise ShardingError(f"{shown(row.path)} is being traced, so it is global already: leave out `local=True`.")
     return constrain_to(x, row.spec, MeshSpec.of(row.sharding.mesh))
 
 
-def _exact(x: Any, path: str) -> Any:
+def _exact(x: np.ndarray, path: str) -> np.ndarray:
     """A 64-bit numpy array as JAX will hold it, if it can without losing integers."""
-    if not isinstance(x, np.ndarray):
-        return x
     target = jax.dtypes.canonicalize_dtype(x.dtype)
     if target == x.dtype:
         return x
     if x.dtype.kind in "iu":
         limits = np.iinfo(target)
-        if x.size and (x.min() < limits.min or x.max() > limits.max):
+        if x.size and not _is_small(x, limits.max) and (x.min() < limits.min or x.max() > limits.max):
             wrong = x.max() if x.max() > limits.max else x.min()
             raise MismatchError(
                 f"{shown(path)} is {x.dtype} and holds {wrong}, which does not fit the {target} that JAX would make of "
@@ -221,6 +194,11 @@ def _exact(x: Any, path: str) -> Any:
         raise MismatchError(
             f"{shown(path)} is {x.dtype} and holds a value beyond the largest {target} ({np.finfo(target).max:.3g})."
         ) from None
+
+
+def _is_small(x: np.ndarray, most: int) -> bool:
+    """Whether no number is negative or over `most`, found in one pass: read as unsigned, negative ones are large."""
+    return bool(x.view(np.uint64).max() <= most)
 
 
 def _check_same(arrays: list[Any], moved: list[tuple[int, Row]], channel: str) -> None:
@@ -246,11 +224,11 @@ def _placed_mask(mask: np.ndarray, lies: tuple[Row | None, ...], local: bool) ->
     return put_all([mask], [sharding])[0]
 
 
-def _info(out: list[Any], lies: tuple[Row | None, ...], before: tuple[tuple[int, ...] | None, ...]) -> ShardInfo:
+def _info(out: list[Any], lies: tuple[Row | None, ...], given: tuple[Type | None, ...]) -> ShardInfo:
     leaves = [
-        ShardedLeaf(row.path, dtype_name(x), shape, tuple(x.shape), row.sharding.shard_shape(tuple(x.shape)), row.spec)
-        for x, row, shape in zip(out, lies, before)
-        if row is not None and shape is not None
+        ShardedLeaf(row.path, dtype_name(x), before.shape, row.whole, row.sharding.shard_shape(row.whole), row.spec)
+        for x, row, before in zip(out, lies, given)
+        if row is not None and before is not None
     ]
     meshes = [row.sharding.mesh for row in lies if row is not None]
     devices = tuple(d.id for d in np.asarray(meshes[0].devices).flat) if meshes else ()

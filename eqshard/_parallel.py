@@ -2,22 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ._axes import PartitionAxis
-from ._batch import shard_batch
+from ._batch import place_leaves
 from ._errors import ShardingError
 from ._gather import replicate
 from ._mesh import MeshLike
 from ._names import Mode
-from ._rest import Rest, split
-from ._rows import batch_rows, DEFAULT_NAMES, Layout
-from ._tree import is_array
+from ._rest import Rest, split, split_leaves
+from ._rows import batch_rows, DEFAULT_NAMES, Known, Layout, Row, types_of
 
 
 def parallel_map(
@@ -60,63 +59,50 @@ def parallel_map(
 
     - `ShardingError`: `batch` does not fit `in_spec`, or the results do not fit `out_spec`.
     """
-    names = DEFAULT_NAMES if names is None else names
-    placed = shard_batch(batch, mesh, in_spec, names=names, mode=mode)
-    leaves, treedef = jtu.tree_flatten(placed)
-    shapes = tuple(x.shape if is_array(x) else None for x in leaves)
-    lies = [row for row in batch_rows(treedef, shapes, mesh, Layout.of(in_spec), names, mode, None) if row is not None]
-    arrays, rest = split(placed)
-    constants, function = split(fn)
+    how = Known(mesh), Layout.of(in_spec), DEFAULT_NAMES if names is None else Known(names), mode
+    leaves, treedef = jtu.tree_flatten(batch)
+    lies = batch_rows(treedef, types_of(leaves, False), *how)
+    placed = place_leaves(leaves, lies, False, "batch" if jax.process_count() > 1 else None)
+    arrays, rest = split_leaves(placed, [row is not None for row in lies], treedef)
     if not arrays:
         raise ShardingError("`parallel_map` needs an array in the batch: without one there are no pieces.")
-    built = lies[0].sharding.mesh
-    out = _Out(Layout.of(in_spec if out_spec is None else out_spec), names, mode)
-    specs = tuple(row.spec for row in lies)
-    constants = replicate(constants, built) if constants else constants
-    results, returned = _run(function, rest, built, specs, out, constants, arrays)
+    constants, function = split(fn)
+    run = _program(function, rest, lies, how[1] if out_spec is None else Layout.of(out_spec), *how[2:])
+    if constants:
+        constants = replicate(constants, next(row.sharding.mesh for row in lies if row is not None))
+    results, returned = run(constants, arrays)
     return returned.join(results)
 
 
-class _Out(NamedTuple):
-    """How the results shall lie."""
+@functools.lru_cache(maxsize=256)
+def _program(
+    function: Rest, rest: Rest, lies: tuple[Row | None, ...], out: Layout, names: Known, mode: Any
+) -> Callable[[list[Any], list[Any]], tuple[list[Any], Rest]]:
+    """The compiled map; made once for a function, the types of a batch and its leaves that are no arrays."""
+    rows = [row for row in lies if row is not None]
+    mesh = rows[0].sharding.mesh
+    in_specs = PartitionSpec(), [row.spec for row in rows]
 
-    layout: Layout
-    names: PartitionAxis
-    mode: Mode | str | int | None
+    @jax.jit
+    def run(constants: list[Any], arrays: list[Any]) -> tuple[list[Any], Rest]:
+        seen: list[tuple[Rest, list[Any]]] = []
 
-    def specs(self, rest: Rest, shapes: list[tuple[int, ...]], mesh: Mesh) -> list[PartitionSpec]:
-        leaves, treedef = jtu.tree_flatten(rest.join([jax.ShapeDtypeStruct(s, "bool") for s in shapes]))
-        known = tuple(x.shape if is_array(x) else None for x in leaves)
-        lies = batch_rows(treedef, known, mesh, self.layout, self.names, self.mode, None)
-        return [row.spec for row in lies if row is not None]
+        # Traced by the first of the two passes below; the second finds it in jit's cache.
+        @functools.partial(jax.jit, inline=True)
+        def piece(constants: list[Any], arrays: list[Any]) -> list[Any]:
+            results, returned = split(function.join(constants)(rest.join(arrays)))
+            seen.append((returned, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]))
+            return results
 
+        def look(constants: list[Any], arrays: list[Any]) -> tuple[()]:
+            piece(constants, arrays)
+            return ()
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _run(
-    function: Rest,
-    rest: Rest,
-    mesh: Mesh,
-    specs: tuple[PartitionSpec, ...],
-    out: _Out,
-    constants: list[Any],
-    arrays: list[Any],
-) -> tuple[list[Any], Rest]:
-    seen: list[tuple[Rest, list[tuple[int, ...]]]] = []
+        jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=in_specs, out_specs=()), constants, arrays)
+        returned, shapes = seen[0]
+        leaves, treedef = jtu.tree_flatten(returned.join(shapes))
+        lie = batch_rows(treedef, types_of(leaves, False), Known(mesh), out, names, mode, False)
+        out_specs = [row.spec for row in lie if row is not None]
+        return jax.shard_map(piece, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(constants, arrays), returned
 
-    # Traced by the first of the two passes below; the second finds it in jit's cache.
-    @functools.partial(jax.jit, inline=True)
-    def piece(constants: list[Any], arrays: list[Any]) -> list[Any]:
-        results, returned = split(function.join(constants)(rest.join(arrays)))
-        seen.append((returned, [tuple(x.shape) for x in results]))
-        return results
-
-    def look(constants: list[Any], arrays: list[Any]) -> tuple[()]:
-        piece(constants, arrays)
-        return ()
-
-    in_specs = PartitionSpec(), list(specs)
-    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=in_specs, out_specs=()), constants, arrays)
-    returned, shapes = seen[0]
-    out_specs = out.specs(returned, shapes, mesh)
-    mapped = jax.shard_map(piece, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    return mapped(constants, arrays), returned
+    return run

@@ -17,7 +17,8 @@ class Rest:
 
     def __init__(self, leaves: tuple[Any, ...], treedef: Any):
         self._leaves, self._treedef = leaves, treedef
-        self._key = treedef, tuple((type(x), x if _is_hashable(x) else id(x)) for x in leaves)
+        self._key = treedef, tuple([_HOLE if x is _HOLE else _known_by(x) for x in leaves])
+        self._hash = hash(self._key)
 
     def join(self, arrays: list[Any]) -> PyTree[Any]:
         """The tree with `arrays` in the holes."""
@@ -28,18 +29,24 @@ class Rest:
         return isinstance(other, Rest) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return self._hash
 
 
 def split(tree: PyTree[Any]) -> tuple[list[Any], Rest]:
     """The arrays of a tree, and the rest of it."""
     leaves, treedef = jtu.tree_flatten(tree)
-    return [x for x in leaves if is_array(x)], Rest(tuple(_HOLE if is_array(x) else x for x in leaves), treedef)
+    return split_leaves(leaves, [is_array(x) for x in leaves], treedef)
 
 
-def _is_hashable(x: Any) -> bool:
+def split_leaves(leaves: list[Any], arrays: list[bool], treedef: Any) -> tuple[list[Any], Rest]:
+    """`split` of a tree that is flat already."""
+    rest = tuple([_HOLE if is_one else x for x, is_one in zip(leaves, arrays)])
+    return [x for x, is_one in zip(leaves, arrays) if is_one], Rest(rest, treedef)
+
+
+def _known_by(x: Any) -> tuple[type, Any]:
     try:
         hash(x)
     except TypeError:
-        return False
-    return True
+        return type(x), id(x)
+    return type(x), x  # 1, 1.0 and True are equal

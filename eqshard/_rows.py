@@ -3,21 +3,59 @@
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._axes import PartitionAxis
 from ._errors import MeshError, MismatchError, ShardingError
 from ._logical import logical_spec
-from ._mesh import MeshLike, MeshSpec
+from ._mesh import MeshSpec
 from ._names import LogicalAxes, Mode
-from ._plan import ShardingPlan
+from ._plan import LeafPlan, ShardingPlan
+from ._put import is_global
 from ._share import mesh_share
 from ._spec import canonical, check, entry_axes, misfits, spec_text, UNCONSTRAINED
-from ._tree import path_name, shown
+from ._tree import is_array, path_name, shown, type_text
 
 
-DEFAULT_NAMES = PartitionAxis()
+class Known:
+    """A value that never changes, known by identity: dear to hash, and mostly the same object each time."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Known) and self.value is other.value
+
+
+DEFAULT_NAMES = Known(PartitionAxis())
+
+
+class Type(NamedTuple):
+    """What of an array decides how it lies."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spread: bool
+    """Whether it is a process's part of a larger one."""
+
+
+def types_of(leaves: list[Any], local: bool) -> tuple[Type | None, ...]:
+    """The types of the leaves of a batch; None for leaves that are no arrays."""
+    return tuple([_type_of(x, local) for x in leaves])
+
+
+def _type_of(x: Any, local: bool) -> Type | None:
+    if type(x) is np.ndarray and x.dtype.kind in "iufb":  # most leaves; the rest is for the general test
+        return Type(x.shape, x.dtype, local)
+    return Type(x.shape, x.dtype, local and not is_global(x)) if is_array(x) else None
 
 
 class Row(NamedTuple):
@@ -28,12 +66,10 @@ class Row(NamedTuple):
     sharding: NamedSharding
     parts: tuple[int, ...]
     """For each dimension, of how many parts this process holds one."""
+    whole: tuple[int, ...]
+    """The shape of all parts together."""
     batched: bool
     """Whether the first dimension is one that is split: the one that can be padded."""
-
-    def whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole of which each process holds such a part."""
-        return tuple(n * parts for n, parts in zip(part, self.parts))
 
 
 class Layout(NamedTuple):
@@ -41,12 +77,14 @@ class Layout(NamedTuple):
 
     leaves: tuple[Any, ...]
     treedef: Any
-    plan: ShardingPlan | None
+    plan: Known | None
 
     @classmethod
     def of(cls, x: Any) -> "Layout":
+        if isinstance(x, PartitionSpec):
+            return cls((x,), _LEAF, None)
         if isinstance(x, ShardingPlan):
-            return cls((), None, x)
+            return cls((), None, Known(x))
         leaves, treedef = jtu.tree_flatten(x, is_leaf=_is_layout)
         for leaf in leaves:
             if not _is_layout(leaf):
@@ -54,6 +92,9 @@ class Layout(NamedTuple):
                     f"expected a PartitionSpec, logical names, None, a tree of these, or a plan; got {leaf!r}."
                 )
         return cls(tuple(_frozen(leaf) for leaf in leaves), treedef, None)
+
+
+_LEAF = jtu.tree_structure(0)
 
 
 def _is_layout(x: Any) -> bool:
@@ -92,52 +133,48 @@ def broadcast(prefix_leaves: tuple[Any, ...], prefix: Any, treedef: Any, what: s
 @functools.lru_cache(maxsize=1024)
 def batch_rows(
     treedef: Any,
-    shapes: tuple[tuple[int, ...] | None, ...],
-    mesh: MeshLike,
+    types: tuple[Type | None, ...],
+    mesh: Known,
     layout: Layout,
-    names: PartitionAxis,
+    names: Known,
     mode: Mode | str | int | None,
-    process: int | None,
+    fits: bool = True,
 ) -> tuple[Row | None, ...]:
-    """How each leaf of a batch lies; None for leaves that are no arrays. With `process`, `shapes` are of its part."""
-    described = MeshSpec.of(mesh)
+    """How each leaf of a batch lies, on a mesh and by names that are `Known`; checked, if `fits`, that it divides."""
+    described = MeshSpec.of(mesh.value)
     numbered = jtu.tree_unflatten(treedef, list(range(treedef.num_leaves)))
     paths = [path_name(path) for path, _ in jtu.tree_flatten_with_path(numbered)[0]]
-    if layout.plan is not None:
-        if layout.plan.mesh.shape != described.shape:
-            raise MeshError(f"the plan is for {layout.plan.mesh}, not for the mesh {described}.")
-        said: list[Any] = [_planned(layout.plan, path, shape) for path, shape in zip(paths, shapes)]
-        built = layout.plan.build()
+    plan = layout.plan.value if layout.plan is not None else None
+    if plan is not None:
+        if plan.mesh.shape != described.shape:
+            raise MeshError(f"the plan is for {plan.mesh}, not for the mesh {described}.")
+        said: list[Any] = [None if t is None else plan[path] for path, t in zip(paths, types)]
+        built = plan.build()
     else:
         said = broadcast(layout.leaves, layout.treedef, treedef, "the layout")
-        built = mesh if isinstance(mesh, Mesh) else described.build()
+        built = mesh.value if isinstance(mesh.value, Mesh) else described.build()
         described = MeshSpec.of(built)
-    return tuple(
-        None if shape is None else _row(path, shape, s, built, described, names, mode, process)
-        for path, shape, s in zip(paths, shapes, said)
-    )
-
-
-def _planned(plan: ShardingPlan, path: str, shape: tuple[int, ...] | None) -> Any:
-    if shape is None:
-        return None
-    row = plan[path]
-    if len(row.shape) != len(shape):
-        raise MismatchError(f"{shown(path)} has {len(shape)} dimensions, planned as {row.type}.")
-    return row
+    rows = [
+        None if t is None else _row(path, t, s, built, described, names.value, mode)
+        for path, t, s in zip(paths, types, said)
+    ]
+    for row, t, s in zip(rows, types, said):
+        if fits and row is not None and t is not None:
+            _check_whole(row, t, s if plan is not None else None)
+    return tuple(rows)
 
 
 def _row(
     path: str,
-    shape: tuple[int, ...],
+    type: Type,
     said: Any,
     built: Mesh,
     mesh: MeshSpec,
     names: PartitionAxis,
     mode: Mode | str | int | None,
-    process: int | None,
 ) -> Row:
     kind = None
+    shape = type.shape
     if said is None:
         spec = PartitionSpec()
     elif isinstance(said, PartitionSpec):
@@ -150,12 +187,22 @@ def _row(
     if UNCONSTRAINED in tuple(spec):
         raise ShardingError(f"{spec_text(spec)} for {shown(path)}: the layout of a batch must say all.")
     fitted = canonical(spec, mesh.shape)
-    parts = [1] * len(shape)
+    parts = [1] * max(len(shape), len(fitted))
     for dim, entry in enumerate(fitted):
-        if process is not None:
-            parts[dim] = mesh_share(built, entry_axes(entry), process, f"{spec_text(spec)} for {shown(path)}").parts
+        if type.spread:
+            what = f"{spec_text(spec)} for {shown(path)}"
+            parts[dim] = mesh_share(built, entry_axes(entry), jax.process_index(), what).parts
+    whole = tuple(n * p for n, p in zip(shape, parts))
     batched = bool(shape) and len(spec) > 0 and bool(entry_axes(spec[0]))
-    return Row(path, fitted, NamedSharding(built, fitted, memory_kind=kind), tuple(parts), batched)
+    return Row(path, fitted, NamedSharding(built, fitted, memory_kind=kind), tuple(parts), whole, batched)
+
+
+def _check_whole(row: Row, type: Type, planned: LeafPlan | None) -> None:
+    dtype = str(type.dtype.name)
+    if planned is not None and (row.whole != planned.shape):
+        parts = f", of which each process brings {list(type.shape)}" if type.spread else ""
+        raise MismatchError(f"{shown(row.path)} is {type_text(row.whole, dtype)}{parts}, planned as {planned.type}.")
+    check(row.spec, row.whole, dict(row.sharding.mesh.shape), row.path, dtype)
 
 
 def _logical(
@@ -171,8 +218,3 @@ def _logical(
     except ShardingError as error:
         hint = " For mesh axes, use a PartitionSpec." if any(a in mesh.names for a in axes) else ""
         raise type(error)(f"{shown(path)}: {error}{hint}") from None
-
-
-def check_row(row: Row, whole: tuple[int, ...], dtype: str) -> None:
-    """Raises unless the whole array divides."""
-    check(row.spec, whole, dict(row.sharding.mesh.shape), row.path, dtype)

@@ -13,10 +13,8 @@ import jax
 
 def main(folder: str, index: str) -> None:
     where, i = pathlib.Path(folder), int(index)
-    source, name, args, n, devices, port, heartbeat = pickle.loads((where / "job").read_bytes())
+    source, name, args, n, devices, port, heartbeat, checked = pickle.loads((where / "job").read_bytes())
     jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
     if n > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         address = f"127.0.0.1:{port}"
@@ -29,11 +27,8 @@ def main(folder: str, index: str) -> None:
             heartbeat_timeout_seconds=heartbeat,
             shutdown_timeout_seconds=60,
         )
-    from jaxtyping import install_import_hook
-
-    with install_import_hook("eqshard", "beartype.beartype"):
-        import eqshard  # noqa: F401
-    warnings.simplefilter("error")
+    if checked:
+        be_strict()
     spec = importlib.util.spec_from_file_location(pathlib.Path(source).stem, source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -41,6 +36,17 @@ def main(folder: str, index: str) -> None:
     spec.loader.exec_module(module)
     value = getattr(module, name)(*args)
     (where / f"result{i}").write_bytes(pickle.dumps(value))
+
+
+def be_strict() -> None:
+    """As `conftest.py` and pytest's options are."""
+    from jaxtyping import install_import_hook
+
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    with install_import_hook("eqshard", "beartype.beartype"):
+        import eqshard  # noqa: F401
+    warnings.simplefilter("error")
 
 
 if __name__ == "__main__":

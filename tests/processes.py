@@ -56,14 +56,17 @@ def run_processes(
     args: tuple[Any, ...] = (),
     timeout: float = 120,
     heartbeat: int = 100,
+    checked: bool = True,
 ) -> list[Any]:
     """Runs `fn(*args)` in each of `n` processes of `devices_each` CPU devices; returns what each returned, in order.
 
     `fn` stands at the top level of a module; `args` and results are pickled. With `n=1` there is no distributed
-    runtime.
+    runtime. `checked`: whether types are checked, warnings are errors and promotion is strict, as in the tests.
     Raises `ProcessesFailed` with everybody's output as soon as one fails, and at the time limit.
     """
-    outcomes = run_outcomes(fn, n, devices_each, args=args, timeout=timeout, heartbeat=heartbeat, together=True)
+    outcomes = run_outcomes(
+        fn, n, devices_each, args=args, timeout=timeout, heartbeat=heartbeat, together=True, checked=checked
+    )
     if any(o.returncode != 0 for o in outcomes):
         raise ProcessesFailed(f"{n} processes of `{fn.__name__}`:\n" + "\n".join(map(str, outcomes)))
     return [o.value for o in outcomes]
@@ -78,6 +81,7 @@ def run_outcomes(
     timeout: float = 120,
     heartbeat: int = 100,
     together: bool = False,
+    checked: bool = True,
 ) -> list[Outcome]:
     """As `run_processes`, but failures are data. `together`: the failure of one soon ends all."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as held:
@@ -86,7 +90,7 @@ def run_outcomes(
         held.bind(("127.0.0.1", 0))
         where = pathlib.Path(folder)
         source = inspect.getsourcefile(inspect.unwrap(fn))
-        job = (source, fn.__qualname__, args, n, devices_each, held.getsockname()[1], heartbeat)
+        job = (source, fn.__qualname__, args, n, devices_each, held.getsockname()[1], heartbeat, checked)
         (where / "job").write_bytes(pickle.dumps(job))
         started = time.monotonic()
         running = [_start(where, i) for i in range(n)]
