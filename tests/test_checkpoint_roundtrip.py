@@ -1,6 +1,7 @@
 """Saved from any mesh, restored onto any other: bit for bit the same."""
 
 import pathlib
+import tempfile
 
 import equinox as eqx
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_trees import assert_same, bits, MESHES, shapes, spread, thorough, TREES
+from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import eqshard
@@ -27,6 +29,27 @@ def test_every_mesh_to_every_mesh(name, make_mesh, tmp_path):
         for target in targets:
             wanted = spread(like, target)
             assert_same(tree, restore(tmp_path / str(i), like, wanted), wanted)
+
+
+LEAVES = st.sampled_from([jnp.arange(8.0), jnp.ones((8, 2), "bfloat16"), jnp.int32(3), None, "text"])
+KEYS = st.text(max_size=8) | st.sampled_from(["a.b", "a", "b", "a/b", "%", "..", "']['", "[0]", '"'])
+NESTED = st.recursive(LEAVES, lambda s: st.dictionaries(KEYS, s, max_size=3) | st.lists(s, max_size=3), max_leaves=6)
+
+
+@given(NESTED)
+def test_any_names(tree):
+    with tempfile.TemporaryDirectory() as folder:
+        plan = spread(tree, eqshard.MeshSpec(x=2, y=4))
+        save(f"{folder}/a", tree)
+        assert_same(tree, restore(f"{folder}/a", shapes(tree), plan), plan)
+
+
+def test_a_layout_that_leaves_dimensions_open(m24, tmp_path):
+    tree = {"w": jnp.arange(64.0).reshape(8, 8)}
+    save(tmp_path / "a", tree)
+    plan = eqshard.replicated_plan(tree, m24).at("w").set(P(P.UNCONSTRAINED, "tp"))
+    restored = restore(tmp_path / "a", shapes(tree), plan)
+    assert restored["w"].sharding.spec == P(None, "tp") and (restored["w"] == tree["w"]).all()
 
 
 def test_without_a_plan_the_leaves_lie_as_in_like(m24, tmp_path):

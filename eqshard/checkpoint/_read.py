@@ -37,6 +37,13 @@ class Job:
     dtype: str
 
 
+def settled(sharding: NamedSharding) -> NamedSharding:
+    """A sharding without UNCONSTRAINED: what is not said is whole."""
+    if UNCONSTRAINED not in tuple(sharding.spec):
+        return sharding
+    return sharding.update(spec=PartitionSpec(*(None if e is UNCONSTRAINED else e for e in sharding.spec)))
+
+
 def read_arrays(jobs: list[Job], progress: Progress) -> list[jax.Array]:
     """The arrays, laid out; reads overlap, up to a number of bytes."""
     waiting: deque[tuple[int, Callable[[], jax.Array], int]] = deque()
@@ -98,9 +105,7 @@ def _begin(job: Job, view: Any) -> Callable[[], jax.Array]:
     """Starts to read what this process needs of one array; the result waits, and places it."""
     stored = job.stored
     words = key_words(stored.key_impl, job.path)[1] if stored.key_impl else ()
-    shape = stored.shape + words
-    spec = tuple(None if e is UNCONSTRAINED else e for e in job.sharding.spec)
-    sharding = NamedSharding(job.sharding.mesh, PartitionSpec(*spec), memory_kind=job.sharding.memory_kind)
+    shape, sharding = stored.shape + words, job.sharding
     places = {d: _whole(i, shape) for d, i in sharding.addressable_devices_indices_map(shape).items()}
     pieces = {_key(index): index for index in places.values()}
     take = _take(job, view, shape, list(pieces.values()))

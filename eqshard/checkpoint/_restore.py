@@ -16,7 +16,7 @@ from ._choose import check_values, choose, Names, Wanted, wanted_leaves
 from ._contents import contents
 from ._files import PathLike
 from ._progress import Progress
-from ._read import Job, local_bytes, read_arrays
+from ._read import Job, local_bytes, read_arrays, settled
 from ._stored import Contents, StoredLeaf
 
 
@@ -109,7 +109,7 @@ def restore_contents(
     for w in wanted:
         row = order[w.number]
         if w.number in found and row is not None:
-            jobs.append(Job(w.path, found[w.number], shardings[row], dtype_name(w.leaf)))
+            jobs.append(Job(w.path, found[w.number], settled(shardings[row]), dtype_name(w.leaf)))
             numbers.append(w.number)
     kept = [w for w in wanted if w.number not in found]
     if only is None:

@@ -2,7 +2,8 @@
 
 import os
 import pathlib
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait as futures_wait
 from typing import Any
 
 import jax
@@ -47,27 +48,21 @@ class Saving:
         try:
             if bar.wanted:
                 _watch(checkpointer.wait_until_finished, self.path, bar)
-            checkpointer.wait_until_finished()
+            else:
+                checkpointer.wait_until_finished()
         finally:
             bar.close()
             checkpointer.close()
 
 
-def _watch(wait: Any, path: pathlib.Path, bar: Progress) -> None:
-    """Draws how much is on disk until `wait` is over; its error is raised by the next call of it."""
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            wait()
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    while not done.wait(0.1):
-        bar.to(_bytes_on_disk(path))
-    thread.join()
+def _watch(wait: Callable[[], Any], path: pathlib.Path, bar: Progress) -> None:
+    """Draws how much is on disk until `wait` is over."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        while not waiting.done():
+            bar.to(_bytes_on_disk(path))
+            futures_wait([waiting], 0.1)
+        waiting.result()
     bar.to(bar.total)
 
 
@@ -145,7 +140,11 @@ def save(
         handlers[STATE] = ocp.PyTreeCheckpointHandler()
     checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
     saving = Saving(where, checkpointer, sum(x.nbytes for x in arrays.values()))
-    checkpointer.save(where, args=ocp.args.Composite(**items))
+    try:
+        checkpointer.save(where, args=ocp.args.Composite(**items))
+    except BaseException:
+        checkpointer.close()
+        raise
     if wait:
         saving.wait(progress=progress)
     return saving
