@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import PyTree
 
 from ._errors import MeshError, MismatchError
+from ._match import loose_rows
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, match, named_shardings, ShardingPlan
 from ._put import is_key, put_all
@@ -51,70 +52,78 @@ def apply(plan: ShardingPlan, tree: PyTree[Any], *, donate: bool = False) -> PyT
     - `ShardingError`: a row of the plan does not fit its mesh.
     """
     leaves, treedef = jtu.tree_flatten(tree)
-    order = match(plan, leaves, treedef)
+    order, rows = match(plan, leaves, treedef), plan.leaves
     out = list(leaves)
-    put: list[int] = []
+    put: list[tuple[int, int]] = []
     structs: list[NamedSharding] | None = None
+    concrete: set[type] = set()  # types seen to be neither; isinstance is slow on JAX's
     for i, (x, row) in enumerate(zip(leaves, order)):
         if row is None:
             continue
-        if isinstance(x, Tracer):
-            out[i] = _constrain(x, plan.leaves[row], plan)
+        if type(x) in concrete:
+            put.append((i, row))
+        elif isinstance(x, Tracer):
+            out[i] = _constrain(x, rows[row], plan)
         elif isinstance(x, jax.ShapeDtypeStruct):
             structs = _struct_shardings(plan) if structs is None else structs
             out[i] = x if x.sharding == structs[row] else x.update(sharding=structs[row])
         else:
-            put.append(i)
+            concrete.add(type(x))
+            put.append((i, row))
     if put:
-        _put(plan, leaves, order, put, out, donate)
+        _put(plan, put, out, donate)
     return jtu.tree_unflatten(treedef, out)
 
 
-def _put(
-    plan: ShardingPlan, leaves: list[Any], order: list[int | None], put: list[int], out: list[Any], donate: bool
-) -> None:
-    """Moves the concrete leaves that lie elsewhere, all at once, each shared array once."""
-    targets = named_shardings(plan, plan.build())
+def _put(plan: ShardingPlan, put: list[tuple[int, int]], out: list[Any], donate: bool) -> None:
+    """Moves the concrete leaves that lie elsewhere, all at once, each shared array once.
+
+    `put` has their places in `out` and their rows.
+    """
+    rows, targets = plan.leaves, named_shardings(plan, plan.build())
     where: dict[tuple[int, int], int] = {}
     arrays: list[Any] = []
     shardings: list[NamedSharding] = []
-    asked: list[tuple[int, int]] = []
-    for i in put:
-        x, row = leaves[i], order[i]
-        assert row is not None
-        target = _settled(targets[row], plan.leaves[row].spec, x)
-        if isinstance(x, jax.Array) and x.committed and _lies(x, target):
+    asked: list[tuple[int, int, int]] = []
+    exact: set[Any] = set()
+    loose = loose_rows(plan._rows)
+    for i, row in put:
+        x, target = out[i], targets[row]
+        if row in loose:
+            target = _settled(rows[row], plan.build(), x)
+        if isinstance(x, np.ndarray):
+            if x.dtype not in exact:
+                _check_exact(x, rows[row])
+                exact.add(x.dtype)
+        elif x.committed and _lies(x, target):
             continue
-        _check_exact(x, plan.leaves[row])
         key = id(x), id(target)
         if key not in where:
             where[key] = len(arrays)
             arrays.append(x)
             shardings.append(target)
-        asked.append((i, where[key]))
+        asked.append((i, row, where[key]))
     if not arrays:
         return
     moved = put_all(arrays, shardings, donate=donate)
-    for i, j in asked:
-        row = order[i]
-        assert row is not None
-        # Under a trace device_put gives a tracer, and on Auto axes forgets the layout.
-        out[i] = _constrain(moved[j], plan.leaves[row], plan) if isinstance(moved[j], Tracer) else moved[j]
+    traced = isinstance(moved[0], Tracer)  # then device_put forgets the layout on Auto axes
+    for i, row, j in asked:
+        out[i] = _constrain(moved[j], rows[row], plan) if traced else moved[j]
 
 
 def _lies(x: jax.Array, target: NamedSharding) -> bool:
     if x.sharding is target or x.sharding == target:
         return True
+    if isinstance(x.dtype, np.dtype):
+        return False
     return is_key(x) and x.sharding.is_equivalent_to(target, x.ndim)  # keys never have a canonical spec
 
 
-def _settled(sharding: NamedSharding, spec: PartitionSpec, x: Any) -> NamedSharding:
-    """The sharding of a spec without UNCONSTRAINED: there the array keeps the layout it has."""
-    if UNCONSTRAINED not in spec:
-        return sharding
+def _settled(leaf: LeafPlan, mesh: Mesh, x: Any) -> NamedSharding:
+    """The sharding of a row with UNCONSTRAINED: there the array keeps the layout it has."""
     here = getattr(x, "sharding", None)
-    here = here.spec if isinstance(here, NamedSharding) and here.mesh == sharding.mesh else PartitionSpec()
-    return NamedSharding(sharding.mesh, _keep(spec, here), memory_kind=sharding.memory_kind)
+    here = here.spec if isinstance(here, NamedSharding) and here.mesh == mesh else PartitionSpec()
+    return NamedSharding(mesh, _keep(leaf.spec, here), memory_kind=leaf.memory_kind)
 
 
 def _keep(spec: PartitionSpec, here: PartitionSpec) -> PartitionSpec:

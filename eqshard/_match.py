@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ._errors import MismatchError, ShardingError
 from ._leaf import LeafPlan
 from ._mesh import MeshSpec
-from ._spec import canonical, check, cut, UNCONSTRAINED
+from ._spec import canonical, check, cut, entries, UNCONSTRAINED
 from ._tree import dtype_name, is_array, manual_axes, path_name, shown, some, type_text
 
 
@@ -54,14 +54,16 @@ def match_rows(rows: Rows, mesh: MeshSpec, leaves: list[Any], treedef: Any) -> l
     - `MismatchError`: a leaf is missing, too many, or of another shape or dtype.
     """
     known = rows.memo.get("match")
-    if known is None or known[0] != treedef or known[1] != [is_array(x) for x in leaves]:
+    arrays = [is_array(x) for x in leaves]
+    if known is None or known[0] != treedef or known[1] != arrays:
         order = _match_paths(rows, leaves, treedef)
-        known = rows.memo["match"] = treedef, [i is not None for i in order], order
-    for x, i in zip(leaves, known[2]):
-        if i is not None and (x.shape != rows[i].shape or x.dtype.name != rows[i].dtype or isinstance(x, Tracer)):
-            _check_types(rows, mesh, leaves, known[2])
-            break
-    return known[2]
+        types = [(rows[i].shape, rows[i].dtype) for i in order if i is not None]
+        known = rows.memo["match"] = treedef, arrays, order, types
+    _, _, order, types = known
+    found = [(x.shape, dtype_name(x)) for x, array in zip(leaves, arrays) if array]
+    if found != types or any(isinstance(x, Tracer) for x in leaves):
+        _check_types(rows, mesh, leaves, order)
+    return order
 
 
 def _match_paths(rows: Rows, leaves: list[Any], treedef: Any) -> list[int | None]:
@@ -118,6 +120,13 @@ def row_shardings(rows: Rows, sizes: dict[str, int], mesh: Mesh | AbstractMesh) 
                 made[layout] = NamedSharding(mesh, spec, memory_kind=leaf.memory_kind)
         rows.memo[key] = [made[leaf.spec, leaf.memory_kind] for leaf in rows]
     return rows.memo[key]
+
+
+def loose_rows(rows: Rows) -> frozenset[int]:
+    """The numbers of the rows with UNCONSTRAINED, whose sharding depends on the array."""
+    if "loose" not in rows.memo:
+        rows.memo["loose"] = frozenset(i for i, leaf in enumerate(rows) if UNCONSTRAINED in entries(leaf.spec))
+    return rows.memo["loose"]
 
 
 def _check_memory(leaf: LeafPlan, mesh: Mesh | AbstractMesh) -> None:

@@ -1,6 +1,7 @@
 """Trees: which leaves are arrays, what they are called, how large they are."""
 
 import difflib
+import functools
 import re
 from collections.abc import Hashable, Iterable
 from typing import Any, TypeGuard
@@ -61,7 +62,12 @@ def manual_axes(x: Any) -> frozenset[str]:
 
 def dtype_name(x: Any) -> str:
     """The name of an array's dtype, also of extended ones: `float32`, `int4`, `key<fry>`."""
-    return str(x.dtype.name)
+    return _dtype_name(x.dtype)
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype.name)  # numpy puts the text together anew each time
 
 
 def itemsize(dtype: str) -> int:
