@@ -66,7 +66,7 @@ def _large_replicated(mesh: MeshSpec, found: list[Kind], large_bytes: int) -> It
     if not any(kind.piece != kind.leaf.shape for kind in found):
         return
     for kind in found:
-        if kind.piece != kind.leaf.shape or kind.nbytes < large_bytes or not _on_device(kind):
+        if kind.piece != kind.leaf.shape or kind.nbytes < max(large_bytes, 1) or not _on_device(kind):
             continue
         way = _way_to_split(kind, mesh)
         whole = kind.nbytes * len(kind)

@@ -17,7 +17,7 @@ from ._leaf import LeafPlan
 from ._mesh import MeshSpec
 from ._pieces import boxes, device_count, factors
 from ._plan import ShardingPlan
-from ._spec import spec_text, UNCONSTRAINED
+from ._spec import entries, spec_text, UNCONSTRAINED
 from ._tree import array_leaves, size_text
 from ._value import header, Value
 
@@ -191,7 +191,7 @@ def _settled(plan: ShardingPlan, tree: PyTree[Any]) -> ShardingPlan:
             if one in seen:
                 continue
             seen.add(one)
-        rows.append(_as_it_lies(row, x, plan.mesh) if UNCONSTRAINED in row.spec else row)
+        rows.append(_as_it_lies(row, x, plan.mesh) if UNCONSTRAINED in entries(row.spec) else row)
     return ShardingPlan(plan.mesh, rows)
 
 

@@ -1,7 +1,6 @@
 """Does a plan work? What is wrong with it is told, not raised."""
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from ._leaf import LeafPlan
 from ._match import local_shape
 from ._mesh import MeshSpec
 from ._plan import ShardingPlan
-from ._spec import canonical, check, UNCONSTRAINED
+from ._spec import check, UNCONSTRAINED
 from ._tree import array_leaves, did_you_mean, dtype_name, is_dtype_name, type_text
 
 
@@ -64,9 +63,8 @@ def validate(
     leaves = None if tree is None else array_leaves(tree)
     where, errors = _where(plan, leaves)
     sizes, good = plan.mesh.shape, []
-    refused = functools.cache(lambda spec, kind: _refused(spec, kind, where, sizes))
     for kind in kinds(plan):
-        fault = _fault(kind.leaf, sizes, refused)
+        fault = _fault(kind.leaf, sizes, where)
         if fault is None:
             good.append(kind)
         else:
@@ -101,9 +99,7 @@ class _Fault(NamedTuple):
         return Issue("error", self.code, path, self.message, self.remedy)
 
 
-def _fault(
-    leaf: LeafPlan, sizes: Mapping[str, int], refused: Callable[[PartitionSpec, str | None], _Fault | None]
-) -> _Fault | None:
+def _fault(leaf: LeafPlan, sizes: Mapping[str, int], where: Mesh | AbstractMesh) -> _Fault | None:
     """The first thing that is wrong with a row in itself."""
     if not is_dtype_name(leaf.dtype):
         return _Fault("bad_dtype", f"no dtype is called {leaf.dtype!r}.", "Use a name such as 'float32'.")
@@ -111,7 +107,7 @@ def _fault(
     if fault is None and leaf.use != leaf.spec:
         fault = _spec_fault(leaf, leaf.use, sizes)
         fault = fault and fault._replace(message=f"in use: {fault.message}")
-    return fault or refused(leaf.spec, leaf.memory_kind) or refused(leaf.use, leaf.memory_kind)
+    return fault or _memory_fault(leaf.memory_kind, where)
 
 
 _CODES: Mapping[type[ShardingError], str] = {
@@ -136,7 +132,9 @@ def _spec_fault(leaf: LeafPlan, spec: PartitionSpec, sizes: Mapping[str, int]) -
         text = str(error).replace(f"`?` {leaf.type}", leaf.type).replace("`?`", leaf.type)
         message, _, ways = text.partition("\n  Ways out: ")
         message = " ".join(line.strip() for line in message.splitlines())
-        return _Fault(_CODES[type(error)], message, f"Ways out: {ways}" if ways else _remedy(error, leaf, sizes))
+        return _Fault(
+            _CODES.get(type(error), "bad_spec"), message, f"Ways out: {ways}" if ways else _remedy(error, leaf, sizes)
+        )
     return None
 
 
@@ -154,23 +152,15 @@ def _remedy(error: ShardingError, leaf: LeafPlan, sizes: Mapping[str, int]) -> s
     return f"Give at most {len(leaf.shape)} entries, one for each dimension."
 
 
-def _refused(
-    spec: PartitionSpec, memory_kind: str | None, where: Mesh | AbstractMesh, sizes: Mapping[str, int]
-) -> _Fault | None:
-    """What JAX refuses though it divides: a memory that the devices lack, UNCONSTRAINED where no axis is Auto."""
+def _memory_fault(memory_kind: str | None, where: Mesh | AbstractMesh) -> _Fault | None:
+    if memory_kind is None:
+        return None
     try:
         NamedSharding(where, PartitionSpec(), memory_kind=memory_kind)
     except ValueError as error:
-        return _Fault("bad_memory_kind", _one_line(error), "Use a memory kind that the devices have, or None.")
-    try:
-        NamedSharding(where, canonical(spec, sizes))
-    except ValueError as error:
-        return _Fault("bad_spec", _one_line(error), "Say None, or an axis, for each dimension.")
+        message = " ".join(str(error).split())
+        return _Fault("bad_memory_kind", message, "Use a memory kind that the devices have, or None.")
     return None
-
-
-def _one_line(error: ValueError) -> str:
-    return " ".join(str(error).split())
 
 
 def _tree_errors(plan: ShardingPlan, leaves: list[tuple[str, Any]]) -> Iterator[Issue]:

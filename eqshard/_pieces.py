@@ -2,25 +2,24 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from ._mesh import MeshSpec
-from ._spec import entry_axes
+from ._spec import entries, entry_axes
 
 
-def dim_axes(shape: tuple[int, ...], spec: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+def dim_axes(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     """For each dimension the mesh axes that split it, major first.
 
     What cannot split anything is passed over: an axis that the mesh lacks, has with size 1, or that was used before;
     entries beyond the rank. So a wrong spec has pieces too; `validate` is there to say that it is wrong.
     """
-    entries = tuple(spec) if isinstance(spec, PartitionSpec) else ()
     seen: set[str] = set()
     found = []
-    for entry in entries[: len(shape)]:
+    for entry in entries(spec)[: len(shape)]:
         names = entry_axes(entry) if entry is None or isinstance(entry, (str, tuple, list)) else ()
         axes = []
         for axis in names:

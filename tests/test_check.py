@@ -60,9 +60,8 @@ def test_small_and_whole_is_fine(m24):
     assert eqshard.validate(plan_for(m24, {".w": ((2, 2), P(None, None))})) == ()
 
 
-def test_unconstrained_is_for_auto_axes(m24):
-    issues = eqshard.validate(plan_for(m24, {".w": ((8, 8), P(U, "tp"))}), small_bytes=0)
-    assert codes(issues) == ([] if m24.axis_types[0] == "auto" else [("error", "bad_spec")])
+def test_unconstrained_is_fine(m24):
+    assert eqshard.validate(plan_for(m24, {".w": ((8, 8), P(U, "tp"))}), small_bytes=0) == ()
 
 
 def test_the_message_has_the_arithmetic_and_the_ways_out(m24):
@@ -89,6 +88,12 @@ def test_bad_dtype_and_memory(m24):
     plan = plan_for(m24, {".w": ((8,), P(), {"memory_kind": "tape"})})
     assert codes(eqshard.validate(plan)) == [("error", "bad_memory_kind")]
     assert codes(eqshard.validate(plan, {"w": 1})) == [("error", "bad_memory_kind"), ("error", "missing_leaf")]
+
+
+def test_reductions_are_for_values_inside_a_step(m24):
+    plan = plan_for(m24, {".w": ((8,), P("dp", unreduced={"tp"}))})
+    assert codes(eqshard.validate(plan, small_bytes=0)) == [("error", "bad_spec")]
+    assert eqshard.analyze(plan).bytes_per_device == (16,) * 8
 
 
 def test_bad_entries_without_type_checks():

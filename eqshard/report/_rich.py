@@ -7,7 +7,7 @@ from .._analyze import Analysis
 from .._errors import ShardingError
 from .._issue import Issue
 from .._plan import ShardingPlan
-from .._spec import entry_axes, UNCONSTRAINED
+from .._spec import entries, entry_axes, UNCONSTRAINED
 from .._tree import size_text
 from ._text import headline, issues_text
 from ._words import largest, Row, rows_of, short_type
@@ -49,7 +49,7 @@ def _layout(rich: Any, row: Row, colours: dict[str, str]) -> Any:
 
 def _spec(rich: Any, spec: Any, colours: dict[str, str]) -> Any:
     text = rich.Text("P(")
-    for i, entry in enumerate(spec):
+    for i, entry in enumerate(entries(spec)):
         text.append(", " if i else "")
         axes = entry_axes(entry)
         if not axes:

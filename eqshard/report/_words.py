@@ -14,7 +14,7 @@ from .._leaf import LeafPlan
 from .._mesh import MeshSpec
 from .._pieces import device_count
 from .._plan import ShardingPlan
-from .._spec import entry_axes, UNCONSTRAINED
+from .._spec import entries, entry_axes, UNCONSTRAINED
 
 
 _SHORT = {"bool": "bool", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"}
@@ -31,8 +31,8 @@ def short_type(leaf: LeafPlan) -> str:
 
 def spec_words(spec: PartitionSpec) -> str:
     """A layout dimension by dimension: `fsdp, -, tp+data`; `-` is not split, `?` is left to the compiler."""
-    entries = ["?" if e is UNCONSTRAINED else "+".join(entry_axes(e)) or "-" for e in spec]
-    return ", ".join(entries) if entries else "whole"
+    words = ["?" if e is UNCONSTRAINED else "+".join(entry_axes(e)) or "-" for e in entries(spec)]
+    return ", ".join(words) if words else "whole"
 
 
 def count_text(n: int | float) -> str:
