@@ -1,0 +1,165 @@
+"""The training examples on one device and on eight, under each kind of plan; and what their steps compile to."""
+
+import functools
+import pathlib
+import sys
+
+import equinox as eqx
+import eqshard
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+import fsdp_gpt  # noqa: E402
+import long_sequences  # noqa: E402
+import lora  # noqa: E402
+import mixture_of_experts  # noqa: E402
+import move_mesh  # noqa: E402
+import resnet_data_parallel  # noqa: E402
+import tensor_parallel  # noqa: E402
+
+
+STEPS = 50
+
+
+def fsdp(shape, mesh):
+    return eqshard.fsdp_plan(shape, mesh, min_bytes=0)
+
+
+def tp(shape, mesh):
+    return eqshard.rule_plan(shape, mesh, eqshard.tp_rules(shape), strict=False, unused="ignore")
+
+
+def fsdp_tp(shape, mesh):
+    return eqshard.fsdp_plan(shape, mesh, min_bytes=0, base=tp(shape, mesh))
+
+
+PLANS = {
+    "dp": (eqshard.MeshSpec(dp=8), eqshard.replicated_plan),
+    "fsdp": (eqshard.MeshSpec(fsdp=8), fsdp),
+    "tp": (eqshard.MeshSpec(dp=2, tp=4), tp),
+    "fsdp_tp": (eqshard.MeshSpec(fsdp=4, tp=2), fsdp_tp),
+}
+EXAMPLES = {
+    "gpt": functools.partial(fsdp_gpt.train, optim=optax.sgd(0.3, momentum=0.9)),
+    "transformer": tensor_parallel.train,
+    "experts": mixture_of_experts.train,
+    "resnet": resnet_data_parallel.train,
+    "sequences": long_sequences.train,
+    "lora": lora.train,
+    "mlp": move_mesh.train,
+}
+
+
+@functools.cache
+def alone(name):
+    losses, model = EXAMPLES[name](eqshard.MeshSpec(dp=1), eqshard.replicated_plan, STEPS)
+    return losses, eqshard.gather(eqx.filter(model, eqx.is_array))
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_eight_devices_learn_what_one_does(name, kind):
+    mesh, planner = PLANS[kind]
+    losses, model = EXAMPLES[name](mesh, planner, STEPS)
+    assert len(losses) == STEPS
+    one, parameters = alone(name)
+    np.testing.assert_allclose(losses, one, rtol=1e-3, atol=1e-4)
+    for (path, x), (_, y) in zip(
+        jax.tree.leaves_with_path(eqx.filter(model, eqx.is_array)), jax.tree.leaves_with_path(parameters), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-2, atol=2e-3, err_msg=str(path))
+        assert len(x.devices()) == 8
+
+
+@pytest.mark.parametrize("name", ["experts", "sequences"])
+def test_the_axis_that_an_example_is_for(name):
+    mesh = {"experts": eqshard.MeshSpec(dp=2, ep=4), "sequences": eqshard.MeshSpec(dp=2, sp=4)}[name]
+    losses, _ = EXAMPLES[name](mesh, steps=STEPS)
+    np.testing.assert_allclose(losses, alone(name)[0], rtol=1e-3, atol=1e-4)
+
+
+class Unrolled(eqx.Module):
+    """The GPT of the example with its layers in a list."""
+
+    embed: eqx.nn.Embedding
+    blocks: list[fsdp_gpt.Block]
+
+    def __init__(self, key, layers, dim):
+        self.embed = eqx.nn.Embedding(64, dim, key=key)
+        self.blocks = [fsdp_gpt.Block(dim, k) for k in jax.random.split(key, layers)]
+
+    def __call__(self, tokens, plan):
+        embed = eqshard.use(plan.select(".embed"), self.embed)
+        x = jax.vmap(jax.vmap(embed))(tokens)
+        for i, block in enumerate(self.blocks):
+            layer_plan = plan.select(f".blocks[{i}]")
+
+            @eqx.filter_checkpoint
+            def run(block, x, layer_plan=layer_plan):
+                x = jax.vmap(eqshard.use(layer_plan, block))(x)
+                return eqshard.shard(x, (eqshard.BATCH,), layer_plan.mesh)
+
+            x = run(block, x)
+        return x @ embed.weight.T
+
+
+DIM = 64
+BLOCK = 12 * DIM * DIM * 4  # bytes of the weights of a layer
+
+
+@functools.cache
+def compiled(make, layers, what="step", used=True):
+    """A step of gradient descent, or the loss alone, over eight devices."""
+    mesh = eqshard.MeshSpec(fsdp=8)
+    shape = eqx.filter_eval_shape(lambda key: make(key, layers, DIM), jax.random.key(0))
+    plan = eqshard.fsdp_plan(shape, mesh, min_bytes=4000)
+
+    def step(model, tokens):
+        grads = eqx.filter_grad(fsdp_gpt.loss_fn)(model, tokens, plan)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+
+    tokens = jax.ShapeDtypeStruct((8, 9), jnp.int32)
+    if what == "loss":
+        return eqshard.filter_jit(lambda m, t: fsdp_gpt.loss_fn(m, t, plan), in_plans=plan).lower(shape, tokens).compile()
+    return eqshard.filter_jit(step, in_plans=plan, out_plans=plan, donate="all").lower(shape, tokens).compile()
+
+
+def temporary(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def test_a_scanned_model_is_gathered_inside_its_loop():
+    gathers = [c for c in eqshard.collectives(compiled(fsdp_gpt.GPT, 4)) if c.kind == "all-gather"]
+    whole = [c for c in gathers if c.bytes in (4 * DIM * DIM, 16 * DIM * DIM)]
+    assert len(whole) >= 12 and all(c.trips == 4 for c in whole)  # six weights, forth and back, one layer at a time
+    assert not [c for c in gathers if c.bytes >= BLOCK]  # never all layers of a weight
+
+
+def test_an_unrolled_model_is_gathered_layer_by_layer():
+    text = compiled(Unrolled, 4).as_text()
+    computed = [i for i, line in enumerate(text.splitlines()) if " dot(" in line or "custom-call" in line or "fusion(" in line]
+    gathers = [i for i, line in enumerate(text.splitlines()) if "all-gather(" in line or "all-gather-start(" in line]
+    assert len(gathers) >= 2 * 4 * 6  # forth and back
+    between = sum(any(a < c < b for c in computed) for a, b in zip(gathers, gathers[1:]))
+    assert between >= 8  # there is work between the gathers of the layers, rather than all gathers first
+
+
+@pytest.mark.parametrize("make", [fsdp_gpt.GPT, Unrolled])
+def test_temporary_memory_stays_flat_as_layers_grow(make):
+    few, many = (temporary(compiled(make, n, "loss")) for n in (4, 32 if make is fsdp_gpt.GPT else 16))
+    assert many < few * 1.25
+    few, many = (temporary(compiled(make, n)) for n in (4, 32 if make is fsdp_gpt.GPT else 16))
+    grown = (many - few) / (28 if make is fsdp_gpt.GPT else 12)
+    # A layer adds its gradient, an eighth on each device, and its saved input; not its weights.
+    assert grown < 1.5 * (BLOCK / 8 + 8 * 8 * DIM * 4 / 8)
