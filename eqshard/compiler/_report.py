@@ -13,6 +13,7 @@ from .._mesh import MeshSpec
 from .._tree import size_text
 from .._value import header, Reader, Value
 from ._collectives import Collective
+from ._compare import compare, Comparison
 from ._memory import Memory
 from ._schedule import Segment
 
@@ -96,6 +97,20 @@ class CompileReport(Value):
         if not self.seconds or self.refused:
             return 0.0
         return self.model_flops / (self.seconds * self.mesh.size() * self.chip.flops)
+
+    def compare(self, other: "CompileReport") -> Comparison:
+        """`other` against this one: seconds, bytes, and what each kind of collective sends.
+
+        ```python
+        import eqshard, jax
+        from jax.sharding import PartitionSpec as P
+        x = jax.ShapeDtypeStruct((64, 64), "float32")
+        whole = eqshard.replicated_plan(x, eqshard.MeshSpec(dp=8))
+        one, two = (eqshard.compile_report(lambda x: x * 2, x, plans=p) for p in (whole, whole.at("").set(P("dp"))))
+        assert one.compare(two)["bytes_per_device"].ratio == 1 / 8
+        ```
+        """
+        return compare(self, other)
 
     def counts(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
         """For each kind and axes: how many collectives run in a step, and how many bytes a device sends in them."""
