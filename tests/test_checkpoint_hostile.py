@@ -44,10 +44,13 @@ def read_all(path, like):
     return restore(path, like)
 
 
+METADATA = ("plan.json", "_METADATA", "_sharding", "process_0", "manifest.ocdbt", ".zarray", "zarr.json")
+
+
 def files_of(path):
-    """The index and metadata files of a checkpoint; data are those that only hold numbers."""
-    found = sorted(p for p in path.rglob("*") if p.is_file())
-    return [p for p in found if p.parent.name != "d" and not p.name[0].isdigit() and p.name != "c"]
+    """The index and metadata files of a checkpoint that a reader opens."""
+    found = [p for p in path.rglob("*") if p.is_file() and p.parent.name != "ocdbt.process_0"]
+    return sorted(p for p in found if p.name in METADATA or p.name.endswith(("index.json", ".safetensors")))
 
 
 def mutate(rng, data):
