@@ -11,12 +11,12 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import PyTree
 
-from ._errors import MeshError, MismatchError
+from ._errors import MeshError, MismatchError, ShardingError
 from ._match import loose_rows
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, match, named_shardings, ShardingPlan
 from ._put import is_key, put_all
-from ._spec import canonical, check, entry_axes, fit_spec, UNCONSTRAINED
+from ._spec import canonical, check, entries, entry_axes, fit_spec, spec_text, UNCONSTRAINED
 from ._tree import dtype_name, manual_axes, shown
 
 
@@ -175,6 +175,7 @@ def constrain_traced(x: Any, spec: PartitionSpec, mesh: MeshSpec, build: Callabl
     else:
         target = build()
     types = dict(zip(target.axis_names, target.axis_types))
+    _check_order(canonical(spec, mesh.shape), types)
     auto = _only(spec, {a for a, t in types.items() if t == AxisType.Auto}, mesh)
     explicit = _only(spec, {a for a, t in types.items() if t == AxisType.Explicit}, mesh)
     if AxisType.Explicit in types.values():
@@ -186,6 +187,17 @@ def constrain_traced(x: Any, spec: PartitionSpec, mesh: MeshSpec, build: Callabl
     if AxisType.Auto in types.values():
         x = jax.lax.with_sharding_constraint(x, NamedSharding(target, auto))
     return x
+
+
+def _check_order(spec: PartitionSpec, types: dict[str, AxisType]) -> None:
+    """Refuses what a traced value cannot have: types hold Explicit axes, and the compiler cuts what they leave."""
+    for dim, entry in enumerate(entries(spec)):
+        kinds = [types.get(a) for a in entry_axes(entry)]
+        if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
+            raise ShardingError(
+                f"{spec_text(spec)} has an Auto axis before an Explicit one in dim {dim}: inside jit, JAX cuts by the "
+                "Explicit axes first. Write them first, or give the axes of one dimension one type."
+            )
 
 
 def _only(spec: PartitionSpec, axes: set[str], mesh: MeshSpec) -> PartitionSpec:

@@ -370,6 +370,14 @@ def test_one_explicit_and_one_auto_axis(spec):
         np.testing.assert_array_equal(out, np.asarray(x) * 2)
 
 
+def test_an_auto_axis_before_an_explicit_one_in_a_dimension():
+    mesh = eqshard.MeshSpec(dp=2, tp=4, axis_type={"dp": "explicit"})
+    plan = plan_for(jnp.ones(8), mesh).at("").set(P(("tp", "dp")))
+    assert eqshard.apply(plan, jnp.ones(8)).sharding.spec == P(("tp", "dp"))
+    with pytest.raises(eqshard.ShardingError, match=r"dim 0.*Explicit axes first"):  # else it would lie by (dp, tp)
+        jax.jit(lambda x: eqshard.apply(plan, x))(jnp.ones(8))
+
+
 def test_same_layout_in_and_out_of_jit_for_keys_and_narrow_types(m24):
     tree = {
         "key": jax.random.split(jax.random.key(0), 8),
