@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 
-_JAX = str(pathlib.Path(jax.__file__).parent)
+_INSIDE = tuple(str(pathlib.Path(file).parent) for file in (jax.__file__, pathlib.Path(__file__).parent))
 
 
 @dataclass
@@ -61,10 +61,10 @@ def _equation(eqn: Any, times: float, again: bool) -> Iterator[tuple[str, float,
 
 
 def _line(eqn: Any) -> str:
-    """The innermost line outside JAX, as compiled modules name it."""
+    """The innermost line outside JAX and eqshard, as compiled modules name it."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_JAX):
+        if not frame.file_name.startswith(_INSIDE):
             return f"{frame.file_name}:{frame.line_num}"
     return ""
 

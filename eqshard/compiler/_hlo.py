@@ -6,6 +6,8 @@ version; the tests hold this reader against them.
 """
 
 import math
+import os
+import pathlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # The path that a program shipped to another process gains at its front.
 _SHIPPED = re.compile(r"^jit\(call\)/(?:call_exported/)?")
 
+_OURS = str(pathlib.Path(__file__).parent.parent) + os.sep
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -124,10 +127,17 @@ class Module:
         if direct:
             return f"{direct.group(1)}:{direct.group(2) or 0}"
         frame = _FRAME.search(instruction.metadata)
-        location = _number(self.tables["StackFrames"].get(int(frame.group(1)), ""), "file_location_id") if frame else 0
-        where = self.tables["FileLocations"].get(location, "")
-        file = self.tables["FileNames"].get(_number(where, "file_name_id"), "")
-        return f"{file}:{_number(where, 'line')}" if file else ""
+        number = int(frame.group(1)) if frame else 0
+        line = ""
+        for _ in range(100):  # out of eqshard's own frames, to whoever called it
+            entry = self.tables["StackFrames"].get(number, "")
+            where = self.tables["FileLocations"].get(_number(entry, "file_location_id"), "")
+            file = self.tables["FileNames"].get(_number(where, "file_name_id"), "")
+            line = f"{file}:{_number(where, 'line')}" if file else line
+            number = _number(entry, "parent_frame_id") - 1  # printed one too high: 1 is none
+            if not file.startswith(_OURS) or number < 1:
+                break
+        return line
 
 
 def _number(text: str, name: str) -> int:

@@ -4,6 +4,8 @@ import math
 import re
 from dataclasses import dataclass
 
+import numpy as np
+
 from .._chip import Chip
 from ._hlo import Computation, Instruction, Module, shape_arrays, shape_bytes
 
@@ -80,16 +82,35 @@ def _dot(where: Computation, at: Instruction) -> tuple[float, str]:
 
 
 def _convolution(where: Computation, at: Instruction) -> tuple[float, str]:
+    """Only what meets data counts: TPUs write batched matmuls as convolutions over padding and dilation."""
     dtype, kernel = _array(where, at, 1)
-    found = re.search(r"dim_labels=\w+_(\w+)->", at.attributes)
-    out = math.prod(shape_arrays(at.shape)[0][1]) if shape_arrays(at.shape) else 0
-    labels = found.group(1) if found else ""
-    summed = math.prod(n for label, n in zip(labels, kernel) if label != "o")
-    # A batched matmul written as a convolution over a dilated batch dimension meets each batch entry once.
-    window = re.search(r"window=\{size=([\dx]+)([^}]*)\}", at.attributes)
-    if window and "dilate" in window.group(2):
-        summed //= max(1, math.prod(int(n) for n in window.group(1).split("x")))
-    return 2.0 * out * summed, _dtype(dtype)
+    _, taken = _array(where, at, 0)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", at.attributes)
+    arrays = shape_arrays(at.shape)
+    if labels is None or not arrays:
+        return 0.0, _dtype(dtype)
+    size_in, size_kernel, size_out = (
+        dict(zip(n, dims)) for n, dims in zip(labels.groups(), (taken, kernel, arrays[0][1]))
+    )
+    spatial = sorted(label for label in labels.group(3) if label.isdigit())
+    meets = math.prod(_meets(at, k, size_in.get(d, 1), size_out.get(d, 1)) for k, d in enumerate(spatial))
+    return 2.0 * meets * size_out.get("b", 1) * size_out.get("f", 1) * size_kernel.get("i", 1), _dtype(dtype)
+
+
+def _meets(at: Instruction, k: int, size_in: int, size_out: int) -> int:
+    """In how many pairs of an output and a window position an element of the input is met, along one dimension."""
+    window = re.search(r"window=\{([^}]*)\}", at.attributes)
+    said = dict(part.split("=") for part in window.group(1).split()) if window else {}
+
+    def number(name: str, default: int) -> int:
+        return int(said[name].split("x")[k]) if name in said else default
+
+    size, stride, before = number("size", 1), number("stride", 1), 0
+    if "pad" in said:
+        before = int(said["pad"].split("x")[k].split("_")[0])
+    spread, step = number("lhs_dilate", 1), number("rhs_dilate", 1)
+    at_input = np.arange(size_out)[:, None] * stride + np.arange(size)[None, :] * step - before
+    return int(((at_input >= 0) & (at_input <= (size_in - 1) * spread) & (at_input % spread == 0)).sum())
 
 
 def _matmul_call(where: Computation, at: Instruction) -> tuple[float, str]:
