@@ -7,6 +7,7 @@ import jax.tree_util as jtu
 import numpy as np
 import pytest
 import zoo
+from zoo import mamba, moe
 from zoo._case import dims_of
 from zoo._weights import largest_divisible
 
@@ -106,11 +107,31 @@ def loss_of(case, model, batch):
     return jax.jit(lambda m, b: case.model.loss(m, b, case.config, zoo.Hooks()))(model, batch)
 
 
-@pytest.mark.parametrize("one, other", [("moe", "moe_index"), ("mamba", "mamba_loop")])
-def test_two_ways_to_compute_one_thing(one, other):
-    one, other = zoo.case(one), zoo.case(other)
-    model, _, batch = eqx.filter_jit(one.make)(jax.random.key(0))
-    np.testing.assert_allclose(loss_of(one, model, batch), loss_of(other, model, batch), rtol=1e-5)
+def test_dispatch_by_einsum_is_dispatch_by_index():
+    c = zoo.case("moe").config
+    n = jax.random.normal(jax.random.key(1), (c.batch, c.length, c.embed))
+
+    @jax.jit
+    def both(key, n):
+        layer = moe.Layer(c, key)
+        ways = moe.by_einsum(layer, n, c, zoo.Hooks()), moe.by_index(layer, n, c, zoo.Hooks())
+        return ways, moe.route(layer, n, c)
+
+    (one, other), (expert, place, weight, _) = both(jax.random.key(0), n)
+    np.testing.assert_allclose(one[0], other[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(one[1], other[1])
+    full = place >= c.capacity  # some experts are, here, and none takes two tokens in one place
+    assert full.any() and not weight[full].any()
+    slots = np.asarray(expert * c.capacity + place)[0][~np.asarray(full)[0]]
+    assert len(set(slots)) == len(slots)
+
+
+def test_recurrence_by_association_is_by_loop():
+    one, two, three = jax.random.split(jax.random.key(0), 3)
+    kept = jax.random.uniform(one, (2, 16, 8, 4))
+    added, read = jax.random.normal(two, (2, 16, 8, 4)), jax.random.normal(three, (2, 16, 4))
+    found = jax.jit(mamba.by_association)(kept, added, read)
+    np.testing.assert_allclose(found, jax.jit(mamba.by_loop)(kept, added, read), rtol=1e-4, atol=1e-5)
 
 
 def test_scanned_is_unrolled():
