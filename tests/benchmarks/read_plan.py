@@ -16,7 +16,7 @@ import eqshard
 S = jax.ShapeDtypeStruct
 MESH = eqshard.MeshSpec(data=2, fsdp=8, tp=4)
 SIZES = (100, 1_000, 10_000, 100_000)
-TIMES = 5
+TIMES = 3
 LIMIT = 3.0
 
 
