@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
@@ -69,6 +70,9 @@ def gather(tree: PyTree[Any], *, to: Literal["all"] | int | None = None) -> PyTr
     if isinstance(to, int) and jax.process_index() != to:
         host = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves]
         keys = {}
+    for i, x in enumerate(host):
+        if isinstance(x, jax.Array) and x.size == 0:  # from jit on Explicit axes, its pieces may have wrong shapes
+            host[i] = np.zeros(x.shape, x.dtype)
     there = [i for i, x in enumerate(host) if isinstance(x, jax.Array)]
     for i, x in zip(there, jax.device_get([host[i] for i in there])):
         host[i] = x

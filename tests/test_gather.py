@@ -40,6 +40,14 @@ def test_gather_of_keys(m24):
         assert len(whole.devices()) == 1
 
 
+def test_gather_of_nothing(m24):
+    x = jnp.ones((8, 0), jnp.bfloat16)
+    plan = eqshard.replicated_plan(x, m24).at("").set(P(("dp", "tp")))
+    for placed in (eqshard.apply(plan, x), jax.jit(lambda x: eqshard.apply(plan, x))(x)):
+        host = eqshard.gather(placed)
+        assert host.shape == (8, 0) and host.dtype == jnp.bfloat16
+
+
 def test_gather_of_structs_forgets_the_sharding(m24):
     struct = jax.ShapeDtypeStruct((8,), jnp.float32)
     plan = eqshard.replicated_plan(struct, m24).at("").set(P("tp"))
