@@ -87,7 +87,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def screenshots(session: nox.Session) -> None:
     """Pictures of the reports, by Chromium (which must be there), into `docs/img/`."""
-    session.install("-e", ".[rich]")
+    session.install("-e", ".[rich]", "pillow")
     session.run("python", "docs/make_screenshots.py", *session.posargs)
 
 
