@@ -286,14 +286,14 @@ def hybrid_meshes():
 
 
 def initialising():
-    """Born sharded, and the same numbers as in one process."""
-    make = lambda key: eqx.filter(eqx.nn.MLP(8, 8, 16, 1, key=key), eqx.is_array)
-    shape = jax.eval_shape(make, jax.random.key(0))
+    """Born sharded, and the same numbers as when made whole."""
+    make = lambda key: {"w": jax.random.normal(key, (8, 16)), "b": jnp.zeros(16), "name": "a"}
+    whole = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, make(jax.random.key(0)))
     for mesh in meshes(dp=2, tp=4):
-        plan = eqshard.replicated_plan(shape, mesh).at("weight").set(P("tp", "dp"))
-        model = eqshard.init(plan, make, jax.random.key(0))
-        assert eqshard.plan_of(model).specs() == plan.specs()
-        same(model, jax.tree.map(np.asarray, make(jax.random.key(0))))
+        plan = eqshard.replicated_plan(whole, mesh).at("w").set(P("dp", "tp"))
+        made = eqshard.init(plan, make, jax.random.key(0))
+        assert eqshard.plan_of(made).specs() == plan.specs()
+        same(made, whole)
 
 
 def losses(steps=8):
@@ -348,6 +348,7 @@ CHECKS = {
         mapping,
         prefetching,
         hybrid_meshes,
+        initialising,
     )
 }
 
