@@ -4,7 +4,7 @@
 
 A tree of weights of 64 MiB over 8 simulated devices, split in two ways. By default 2 GiB and 5 rounds, of which the
 best counts, as other programs only ever add to the time. Fails if eqshard takes 1.1 times as long, or its process
-1.1 times as much memory.
+1.1 times as much memory. The time on the processors (`cpu`) is for machines that do other things too.
 """
 
 import json
@@ -89,13 +89,13 @@ def measure(what: str, who: str, path: str, gib: float) -> dict[str, float]:
     like = {f"w{i}": jax.ShapeDtypeStruct(SHAPE, "f4") for i in range(int(gib * 16))}
     plan = plan_for(like)
     argument = placed(plan, gib) if what == "save" else like
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     result = jax.block_until_ready(run(where, argument, plan))
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, time.process_time() - used
     if what == "restore":
         rng = np.random.default_rng(0)
         assert all((np.asarray(x) == rng.standard_normal(SHAPE, dtype="f4")).all() for x in list(result.values())[:2])
-    return {"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return {"seconds": seconds, "cpu": cpu, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def main(gib: float, rounds: int) -> None:
@@ -111,12 +111,12 @@ def main(gib: float, rounds: int) -> None:
                     found.setdefault((what, who), []).append(json.loads(done.stdout.splitlines()[-1]))
     failed = []
     for what in ("save", "restore"):
-        for measure_of, unit, scale in (("seconds", "s", 1), ("peak", "GiB", 2**30)):
+        for measure_of, unit, scale in (("seconds", "s", 1), ("cpu", "s", 1), ("peak", "GiB", 2**30)):
             ours, theirs = (min(m[measure_of] for m in found[what, who]) for who in ("eqshard", "orbax"))
             ratio = ours / theirs
             text = f"eqshard {ours / scale:.2f} {unit}, Orbax {theirs / scale:.2f} {unit}: {ratio:.2f}x"
             print(f"{what:>8} {gib:g} GiB, {measure_of:>7}: {text}")
-            failed += [f"{what} {measure_of}"] if ratio > LIMIT else []
+            failed += [f"{what} {measure_of}"] if ratio > LIMIT and measure_of != "cpu" else []
     if failed:
         sys.exit(f"more than {LIMIT} times as much: {', '.join(failed)}")
 
