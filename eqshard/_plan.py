@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ._errors import FormatError, MeshError, MismatchError, ShardingError
 from ._layer import check_stacked, layer_row, stacked_row, used_row
 from ._leaf import leaf_from_dict, leaf_plan as leaf_plan, leaf_to_dict, LeafPlan as LeafPlan
-from ._match import local_shape as _local_shape, match_rows, row_shardings, Rows  # noqa: F401
+from ._match import match_rows, row_shardings, Rows
 from ._mesh import MeshLike, MeshSpec
 from ._spec import canonical
 from ._tree import did_you_mean, dtype_name, is_array, path_name, shown, some
