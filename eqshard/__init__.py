@@ -103,7 +103,7 @@ from ._spec import (
 )
 from ._stray import StrayError as StrayError
 from ._tree import is_array as is_array
-from ._use import use as use
+from ._use import sequenced as sequenced, use as use
 from .compiler import (
     Collective as Collective,
     collectives as collectives,
@@ -113,8 +113,8 @@ from .compiler import (
     Program as Program,
     TargetError as TargetError,
 )
-from .report import report as report, visualize_leaf as visualize_leaf
 from .program import constrain as constrain, step_plan as step_plan, StepPlan as StepPlan
+from .report import report as report, visualize_leaf as visualize_leaf
 
 
 __version__ = "0.1.0"

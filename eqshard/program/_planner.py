@@ -143,7 +143,7 @@ def _add_reading(p: Problem, own: dict[int, np.ndarray], ins: list[int | None], 
 
 
 def _memory_rows(p: Problem, ins: list[int | None]) -> list[dict[int, np.ndarray]]:
-    """Bytes on a device for each cluster and layout: the arguments, and what is alive beside them at the worst times."""
+    """Bytes on a device for each cluster and layout: the arguments, and what is alive at the worst times."""
     rest = _bytes_of(p, {v: 1.0 for v in ins if v is not None})
     args = {v for v in ins if v is not None}
     rows = []
