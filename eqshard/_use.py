@@ -68,6 +68,38 @@ def use(plan: ShardingPlan, tree: PyTree[Any], *, dtype: DTypeLike | None = None
     return jtu.tree_unflatten(treedef, out)
 
 
+def sequenced(tree: PyTree[Any], after: PyTree[Any]) -> tuple[PyTree[Any], PyTree[Any]]:
+    """The same values, of which the compiler can have none before it has all: so `tree` waits for `after`.
+
+    For layers in a Python loop: without it the compiler is free to gather the weights of all layers at once, and on
+    CPUs it does. (A scan has an order by itself.) Go on with both results.
+
+    ```python
+    import equinox as eqx, eqshard, jax, jax.numpy as jnp
+    layers = [eqx.nn.Linear(512, 512, key=k) for k in jax.random.split(jax.random.key(0), 3)]
+    plan = eqshard.fsdp_plan(layers, eqshard.MeshSpec(fsdp=8))
+
+    @eqx.filter_jit
+    def run(layers, x):
+        for i, layer in enumerate(layers):
+            layer, x = eqshard.sequenced(layer, x)
+            x = jax.vmap(eqshard.use(plan.select(f"[{i}]"), layer))(x)
+        return x
+
+    y = run(eqshard.apply(plan, layers), jnp.ones((8, 512)))
+    ```
+
+    **Returns:**
+
+    `tree` and `after`. Arrays that are not traced, and what is no array, are as they were.
+    """
+    leaves, treedef = jtu.tree_flatten((tree, after))
+    traced = [i for i, x in enumerate(leaves) if isinstance(x, Tracer)]
+    for i, x in zip(traced, jax.lax.optimization_barrier([leaves[i] for i in traced])):
+        leaves[i] = x
+    return jtu.tree_unflatten(treedef, leaves)
+
+
 def _compute_dtype(row: LeafPlan, dtype: DTypeLike | None) -> str:
     floats = not row.dtype.startswith("key<") and jnp.issubdtype(row.dtype, jnp.floating)
     return row.dtype if dtype is None or not floats else jnp.dtype(dtype).name
