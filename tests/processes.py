@@ -95,8 +95,8 @@ def run_outcomes(
         started = time.monotonic()
         running = [_start(where, i) for i in range(n)]
         begun = time.time()
-        seconds = _wait(running, started, timeout, together)
-        return [_outcome(where, i, p, seconds[i], begun + seconds[i]) for i, p in enumerate(running)]
+        ends = _wait(running, started, timeout, together)
+        return [_outcome(where, i, *end, begun) for i, end in enumerate(ends)]
 
 
 def _start(where: pathlib.Path, i: int) -> subprocess.Popen:
@@ -107,27 +107,30 @@ def _start(where: pathlib.Path, i: int) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
 
-def _wait(running: list[subprocess.Popen], started: float, timeout: float, together: bool) -> list[float]:
-    seconds = [0.0] * len(running)
-    end = started + timeout
+def _wait(
+    running: list[subprocess.Popen], started: float, timeout: float, together: bool
+) -> list[tuple[int | None, float]]:
+    """The exit code of each, None if it had to be killed, and after how many seconds it ended."""
+    ends: dict[int, tuple[int | None, float]] = {}
+    limit = started + timeout
     try:
-        while any(not s for s in seconds) and time.monotonic() < end:
+        while len(ends) < len(running) and time.monotonic() < limit:
             for i, p in enumerate(running):
-                if not seconds[i] and p.poll() is not None:
-                    seconds[i] = time.monotonic() - started
+                if i not in ends and p.poll() is not None:
+                    ends[i] = p.returncode, time.monotonic() - started
                     if together and p.returncode != 0:
-                        end = min(end, time.monotonic() + GRACE)
+                        limit = min(limit, time.monotonic() + GRACE)
             time.sleep(0.02)
     finally:
-        for p in running:
-            if p.poll() is None:
+        for i, p in enumerate(running):
+            if i not in ends:
                 os.killpg(p.pid, signal.SIGKILL)
                 p.wait()
-                p.returncode = None
-    return [s or time.monotonic() - started for s in seconds]
+                ends[i] = None, time.monotonic() - started
+    return [ends[i] for i in range(len(running))]
 
 
-def _outcome(where: pathlib.Path, i: int, p: subprocess.Popen, seconds: float, ended: float) -> Outcome:
+def _outcome(where: pathlib.Path, i: int, code: int | None, seconds: float, begun: float) -> Outcome:
     result = where / f"result{i}"
     value = pickle.loads(result.read_bytes()) if result.exists() else None
-    return Outcome(i, p.returncode, value, (where / f"output{i}").read_text(errors="replace"), seconds, ended)
+    return Outcome(i, code, value, (where / f"output{i}").read_text(errors="replace"), seconds, begun + seconds)
