@@ -113,13 +113,16 @@ def plan_leaves(tree: PyTree[Any], mesh: MeshSpec, row: Row) -> ShardingPlan:
     """A plan with a row for each array leaf of `tree`."""
     names: dict[Any, str] = {}
     rows = []
-    for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+    flat = jtu.tree_flatten_with_path(tree)[0]
+    while flat:  # from the end, so that each path is freed as its row is made: half the work of the garbage collector
+        path, leaf = flat.pop()
         if not is_array(leaf):
             continue
         name = names.get(leaf.dtype)
         if name is None:  # numpy works out the name of a dtype anew each time
             name = names[leaf.dtype] = dtype_name(leaf)
         rows.append(row(path_name(path), tuple(leaf.shape), name))
+    rows.reverse()
     return ShardingPlan(mesh, rows)
 
 
@@ -137,15 +140,15 @@ def _chooser(
     units: Units, min_bytes: int, reverse: bool
 ) -> Callable[[tuple[int, ...], str], tuple[PartitionSpec, str]]:
     """The spec and the reason for a shape and dtype; each kind of leaf, and each layout, is worked out once."""
-    known: dict[tuple[tuple[int, ...], str], tuple[PartitionSpec, str]] = {}
+    by_dtype: dict[str, dict[tuple[int, ...], tuple[PartitionSpec, str]]] = {}
     layouts: dict[Places, tuple[PartitionSpec, str]] = {}
 
     def choose(shape: tuple[int, ...], dtype: str) -> tuple[PartitionSpec, str]:
-        key = shape, dtype
-        if key not in known:
+        known = by_dtype.setdefault(dtype, {})
+        if shape not in known:
             whole = stays_whole(shape, dtype, min_bytes)
-            known[key] = (PartitionSpec(), whole) if whole else layout(spread(shape, units.factors, reverse))
-        return known[key]
+            known[shape] = (PartitionSpec(), whole) if whole else layout(spread(shape, units.factors, reverse))
+        return known[shape]
 
     def layout(places: Places) -> tuple[PartitionSpec, str]:
         if places not in layouts:
