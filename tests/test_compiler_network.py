@@ -51,9 +51,9 @@ def test_switches_and_hosts():
     across = Network(H100, eqshard.MeshSpec(dp=4, tp=8))
     slow = across.seconds("all-reduce", 8 * MB, rows(across.mesh, "dp"))
     assert slow == pytest.approx(2 * 8 * MB * 3 / 4 / 50e9)
-    both = tuple([tuple(range(32))])
-    hierarchical = 2 * (8 * MB * 7 / 8 / 450e9 + MB * 3 / 4 / 50e9)
-    assert across.seconds("all-reduce", 8 * MB, both) == pytest.approx(hierarchical, rel=0.2)
+    both = (tuple(range(32)),)
+    hierarchical = 2 * (800 * MB * 7 / 8 / 450e9 + 100 * MB * 3 / 4 / 50e9)
+    assert across.seconds("all-reduce", 800 * MB, both) == pytest.approx(hierarchical)
     slices = Network(V5E, eqshard.MeshSpec(pod=2, x=4, dcn="pod"))
     assert slices.seconds("all-reduce", 8 * MB, rows(slices.mesh, "pod")) == pytest.approx(2 * 4 * MB / 6.25e9)
 

@@ -55,7 +55,7 @@ class Flat:
     names: tuple[str, ...]
     mesh: MeshSpec
     donated: tuple[int, ...]
-    options: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, Any], ...]
     plans: tuple[ShardingPlan | None, ...]
 
     def jitted(self) -> Any:
@@ -98,7 +98,7 @@ def flatten(program: Program, target: Target | None) -> Flat:
         tuple(paths[i] for i in dynamic),
         mesh,
         tuple(k for k, i in enumerate(dynamic) if numbers[i] in given),
-        tuple((name, str(value)) for name, value in (program.compiler_options or {}).items()),
+        tuple((program.compiler_options or {}).items()),
         plans,
     )
 

@@ -26,7 +26,7 @@ class Job:
     shardings: tuple[tuple[Any, str | None] | None, ...]
     """The spec and memory kind of each argument; None where the compiler may choose."""
     donated: tuple[int, ...]
-    options: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def main(folder: str) -> None:
     target = pickle.loads((here / "target.pkl").read_bytes())
     devices = _devices(target)
     for path in sorted(here.glob("job*.pkl")):
-        answer = _compile(pickle.loads(path.read_bytes()), devices)
+        dump = path.with_suffix(".dump") if target.platform == "tpu" else None
+        answer = _compile(pickle.loads(path.read_bytes()), devices, dump)
         made = path.with_suffix(".part")
         made.write_bytes(pickle.dumps(answer))
         made.rename(path.with_suffix(".answer"))
@@ -78,7 +79,7 @@ def _devices(target: Target) -> list[Any]:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target), **mode).devices)
 
 
-def _compile(job: Job, devices: list[Any]) -> Answer:
+def _compile(job: Job, devices: list[Any], dump: pathlib.Path | None) -> Answer:
     mesh = job.mesh.build(devices)
     structs = []
     for aval, layout in zip(job.exported.in_avals, job.shardings):
@@ -86,12 +87,20 @@ def _compile(job: Job, devices: list[Any]) -> Answer:
         structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
     lowered = jax.jit(job.exported.call, donate_argnums=job.donated, keep_unused=True).lower(*structs)
     places = tuple(tuple(getattr(d, "coords", None) or (d.id,)) for d in mesh.devices.flat)
-    return compile_lowered(lowered, dict(job.options), places)
+    return compile_lowered(lowered, dict(job.options), places, dump)
 
 
-def compile_lowered(lowered: Any, options: dict[str, str], places: tuple[tuple[int, ...], ...]) -> Answer:
-    """Compiles, and says what came of it; out of memory is an answer too."""
+def compile_lowered(
+    lowered: Any, options: dict[str, Any], places: tuple[tuple[int, ...], ...], dump: pathlib.Path | None = None
+) -> Answer:
+    """Compiles, and says what came of it; out of memory is an answer too.
+
+    `dump` is where the compiler may write its text itself: a TPU's compiler may know instructions that this jaxlib does
+    not, and then the module cannot be read back from it.
+    """
     start = time.perf_counter()
+    if dump is not None:
+        options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True} | options
     try:
         compiled = lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
@@ -101,7 +110,20 @@ def compile_lowered(lowered: Any, options: dict[str, str], places: tuple[tuple[i
             return Answer(coordinates=places, seconds=took, refused=words)
         return Answer(coordinates=places, seconds=took, failed=words)
     took = time.perf_counter() - start
-    return Answer(compiled.as_text() or "", memory_of(compiled), cost_of(compiled), places, took)
+    return Answer(_text(compiled, dump), memory_of(compiled), cost_of(compiled), places, took)
+
+
+def _text(compiled: Any, dump: pathlib.Path | None) -> str:
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError:
+        if dump is None:
+            raise
+        for stage in ("after_codegen", "after_optimizations"):
+            found = sorted(dump.rglob(f"*.{stage}.txt"), key=lambda path: path.stat().st_size)
+            if found:
+                return found[-1].read_text()
+        raise
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
