@@ -26,8 +26,6 @@ class Hooks(NamedTuple):
     """Of an activation and its name."""
     use: Callable[[Any, str], Any] = lambda tree, at: tree
     """Of weights about to be used, and their path in the model; of one layer of a stack, the path of the stack."""
-    grads: Callable[[Any], Any] = lambda tree: tree
-    """Of the gradients, before the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def training_case(name: str, size: str, model: Model) -> Case:
         def step(made: Any, state: Any, batch: Any) -> tuple[Any, Any, Array]:
             loss, grads = eqx.filter_value_and_grad(loss_of)(made, batch)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
-                updates, state = optim.update(hooks.grads(grads), state, eqx.filter(made, eqx.is_inexact_array))
+                updates, state = optim.update(grads, state, eqx.filter(made, eqx.is_inexact_array))
             return eqx.apply_updates(made, updates), state, loss
 
         return step

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec as P
 
@@ -173,16 +175,20 @@ def _hooks(case: Case, plans: tuple[eqshard.ShardingPlan, ...], recipe: Recipe) 
     def use(tree: Any, at: str) -> Any:
         return eqshard_use(_part(weights, tree, at), tree)
 
-    def grads(tree: Any) -> Any:
-        moments = plans[case.kinds.index("state")].select("[0].mu")
-        return eqshard.apply(_part(moments, tree, ""), tree)
+    def use_with_state(tree: Any, at: str) -> Any:  # the weights are whole at rest, so there is nothing else to do
+        return _gradient_as(_part(plans[case.kinds.index("state")].select("[0].mu"), tree, at), tree)
 
     plain = Hooks()
-    return Hooks(
-        pin if recipe.pinned else plain.pin,
-        use if recipe.used else plain.use,
-        grads if recipe.spread_state else plain.grads,
-    )
+    used = use_with_state if recipe.spread_state else use
+    return Hooks(pin if recipe.pinned else plain.pin, used if recipe.used else plain.use)
+
+
+def _gradient_as(plan: eqshard.ShardingPlan, tree: Any) -> Any:
+    """`tree` itself, whose gradient is laid out as `plan` while it is still in the dtype of computation."""
+    arrays, rest = eqx.partition(tree, eqx.is_inexact_array)
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), lambda _, gradient: (eqshard.apply(plan, gradient),))
+    return eqx.combine(same(arrays), rest)
 
 
 def _part(plan: eqshard.ShardingPlan, tree: Any, at: str) -> eqshard.ShardingPlan:
