@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import pytest
 
 
@@ -33,11 +34,20 @@ def page_blocks():
             yield pytest.param(code, id=str(file.relative_to(ROOT)))
 
 
+@pytest.fixture
+def as_a_reader():
+    """JAX as it comes: examples may mix dtypes as optax does."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.usefixtures("as_a_reader")
 @pytest.mark.parametrize("code", list(docstring_blocks()))
 def test_docstring(code):
     exec(compile(code, "<docstring>", "exec"), {"__name__": "docstring"})
 
 
+@pytest.mark.usefixtures("as_a_reader")
 @pytest.mark.parametrize("code", list(page_blocks()))
 def test_page(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -46,6 +56,6 @@ def test_page(code, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", [pytest.param(p, id=p.name) for p in sorted((ROOT / "examples").glob("*.py"))])
 def test_example(script):
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert len(script.read_text().splitlines()) <= 80
