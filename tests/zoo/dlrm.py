@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ._case import Hooks, Model, tokens
+from ._case import cast, Hooks, Model, tokens
 from ._layers import over
 
 
@@ -21,7 +21,8 @@ class Config:
     rows: tuple[int, ...]
     bottom: tuple[int, ...]
     top: tuple[int, ...]
-    compute: str = "bfloat16"
+    products: str = "bfloat16"
+    compute: str = "float32"  # a table is read in few places, so it is not cast; what is read of it is
 
 
 class DLRM(eqx.Module):
@@ -54,20 +55,21 @@ def batch(c: Config, key: Array) -> dict[str, Array]:
 
 
 def loss(model: DLRM, batch: Any, c: Config, hooks: Hooks) -> Array:
-    x = batch["numbers"].astype(c.compute)
-    for i, layer in enumerate(model.bottom):
+    bottom, top = cast((model.bottom, model.top), c.products)
+    x = batch["numbers"].astype(c.products)
+    for i, layer in enumerate(bottom):
         x = hooks.pin(jax.nn.relu(over(hooks.use(layer, f".bottom[{i}]"), x)), "features")
     looked_up = [
         hooks.pin(over(hooks.use(table, f".tables[{i}]"), batch["category"][:, i], 1), "features")
         for i, table in enumerate(model.tables)
     ]
-    vectors = hooks.pin(jnp.stack([x, *looked_up], axis=1), "vectors")
+    vectors = hooks.pin(jnp.stack([x, *cast(looked_up, c.products)], axis=1), "vectors")
     products = jnp.einsum("bie,bje->bij", vectors, vectors)
     first, second = jnp.triu_indices(len(c.rows) + 1, k=1)
     x = hooks.pin(jnp.concatenate([x, products[:, first, second]], axis=1), "features")
-    for i, layer in enumerate(model.top):
+    for i, layer in enumerate(top):
         x = over(hooks.use(layer, f".top[{i}]"), x)
-        x = hooks.pin(jax.nn.relu(x) if i + 1 < len(model.top) else x, "features")
+        x = hooks.pin(jax.nn.relu(x) if i + 1 < len(top) else x, "features")
     return jnp.mean(optax.sigmoid_binary_cross_entropy(x[:, 0].astype(jnp.float32), batch["label"]))
 
 
@@ -76,7 +78,7 @@ _BENCH_ROWS = (1_000_000,) * 3 + (262_144,) * 5 + (65_536,) * 8 + (4096,) * 10
 # Splitting the model, the rows of the tables are split, and the small layers are whole.
 MODEL = Model(
     sizes={
-        "tiny": Config(16, 8, 16, rows=(256, 64, 64), bottom=(32,), top=(32,), compute="float32"),
+        "tiny": Config(16, 8, 16, rows=(256, 64, 64), bottom=(32,), top=(32,), products="float32"),
         "bench": Config(65_536, 16, 128, _BENCH_ROWS, bottom=(512, 256), top=(1024, 1024, 512, 256)),
     },
     init=DLRM,
