@@ -34,7 +34,7 @@ def use(plan: ShardingPlan, tree: PyTree[Any], *, dtype: DTypeLike | None = None
     @eqx.filter_grad
     def grads(model, x):
         model = eqshard.use(plan, model, dtype=jnp.bfloat16)
-        return jnp.sum(jax.vmap(model)(x).astype(jnp.float32))
+        return jnp.sum(jax.vmap(model)(x).astype(jnp.float32) ** 2)
 
     grad = grads(eqshard.apply(plan, model), jnp.ones((8, 512), jnp.bfloat16))
     assert grad.weight.dtype == jnp.float32 and grad.weight.sharding.spec == P("fsdp")
