@@ -51,7 +51,8 @@ def tests_newest(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """The laws with many more examples, and the tests that are too slow for every day."""
     _install(session)
-    session.run("pytest", "--hypothesis-profile=nightly", "tests/test_laws.py", *session.posargs)
+    laws = ("laws", "auto", "fsdp", "memory", "rules", "logical", "convert", "check", "value")
+    session.run("pytest", "--hypothesis-profile=nightly", *(f"tests/test_{n}.py" for n in laws), *session.posargs)
     session.run("pytest", "-m", "slow", *session.posargs)
 
 
@@ -95,9 +96,16 @@ def screenshots(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Speed as ratios against named peers: `nox -s bench -- apply`."""
     _install(session)
-    names = session.posargs or sorted(p.stem for p in pathlib.Path("tests/benchmarks").glob("[a-z]*.py"))
-    for name in names:
+    every = sorted(p.stem for p in pathlib.Path("tests/benchmarks").glob("[a-z]*.py"))
+    for name in session.posargs or [n for n in every if n not in ("layouts", "zoo")]:  # these two have `nox -s zoo`
         session.run("python", f"tests/benchmarks/{name}.py")
+
+
+@nox.session
+def zoo(session: nox.Session) -> None:
+    """Layouts by the TPU compiler: hours. `nox -s zoo -- --cases mlp --cache FOLDER`."""
+    _install(session, "-e", ".[tpu]")
+    session.run("python", "tests/benchmarks/zoo.py", *session.posargs)
 
 
 @nox.session
