@@ -16,7 +16,7 @@ from ._mesh import MeshLike, MeshSpec
 from ._names import Mode
 from ._pad import padded, rows_sharding
 from ._put import is_global, is_here, is_key, put_all
-from ._rows import batch_rows, DEFAULT_NAMES, Known, Layout, Row, Type, types_of
+from ._rows import batch_rows, DEFAULT_NAMES, Known, Layout, Row, types_of
 from ._shard_info import ShardedLeaf, ShardInfo
 from ._tree import dtype_name, shown, type_text
 
@@ -98,7 +98,7 @@ def place_batch(
     leaves, treedef = jtu.tree_flatten(batch)
     alone = jax.process_count() == 1
     local = local and not alone
-    how = Known(mesh), Layout.of(spec_or_axes), DEFAULT_NAMES if names is None else Known(names), mode
+    how = Known(mesh), Layout.key(spec_or_axes), DEFAULT_NAMES if names is None else Known(names), mode
     given = types_of(leaves, local)
     lies = batch_rows(treedef, given, *how, pad is None)
     mask = None
@@ -126,11 +126,11 @@ def place_leaves(leaves: list[Any], lies: tuple[Row | None, ...], local: bool, c
             continue
         x = leaves[i]
         if isinstance(x, np.ndarray):
-            arrays.append(_exact(x, row.path))
+            arrays.append(_exact(x, row.path) if row.wide else x)
         elif isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
             out[i] = _constrained(x, row, local)
             continue
-        elif x.committed and x.sharding == row.sharding:
+        elif (x.sharding is row.sharding or x.sharding == row.sharding) and x.committed:
             continue
         else:
             arrays.append(x)
@@ -139,30 +139,34 @@ def place_leaves(leaves: list[Any], lies: tuple[Row | None, ...], local: bool, c
         return out
     if channel is not None:
         _check_same(arrays, moved, channel)
-    shardings = [row.sharding for _, row in moved]
-    placed = _from_parts(arrays, moved) if local else put_all(arrays, shardings)
+    placed = _from_parts(arrays, moved) if local else put_all(arrays, [row.sharding for _, row in moved])
+    staged = isinstance(placed[0], Tracer)  # constants in a traced function
     for (i, row), x in zip(moved, placed):
-        out[i] = constrain_to(x, row.spec, row.sharding.mesh) if isinstance(x, Tracer) else x
+        out[i] = constrain_to(x, row.spec, row.sharding.mesh) if staged else x
     return out
 
 
 def _from_parts(arrays: list[Any], moved: list[tuple[int, Row]]) -> list[Any]:
     """Global arrays from this process's parts of them; those that are global already just move."""
-    out: list[Any] = list(arrays)
-    here = [i for i, x in enumerate(arrays) if not is_global(x) and not is_key(x)]
     lies = [row for _, row in moved]
-    parts = [np.asarray(arrays[i]) for i in here]
-    shardings, wholes = [lies[i].sharding for i in here], [lies[i].whole for i in here]
-    for i, x in zip(here, jax.make_array_from_process_local_data(shardings, parts, wholes)):
-        out[i] = x
-    for i, (x, row) in enumerate(zip(arrays, lies)):
-        if is_global(x):
-            out[i] = put_all([x], [row.sharding])[0]
-        elif is_key(x):
-            data = np.asarray(jax.random.key_data(x))
-            made = jax.make_array_from_process_local_data(row.sharding, data, (*row.whole, data.shape[-1]))
-            out[i] = jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
-    return out
+    if all(type(x) is np.ndarray for x in arrays):
+        return _made(arrays, lies)
+    return [_from_part(x, row) for x, row in zip(arrays, lies)]
+
+
+def _made(parts: list[Any], lies: list[Row]) -> list[Any]:
+    shardings, wholes = [row.sharding for row in lies], [row.whole for row in lies]
+    return jax.make_array_from_process_local_data(shardings, parts, wholes)
+
+
+def _from_part(x: Any, row: Row) -> Any:
+    if is_global(x):
+        return put_all([x], [row.sharding])[0]
+    if not is_key(x):
+        return _made([np.asarray(x)], [row])[0]
+    data = np.asarray(jax.random.key_data(x))
+    made = jax.make_array_from_process_local_data(row.sharding, data, (*row.whole, data.shape[-1]))
+    return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
 
 
 def _constrained(x: Any, row: Row, local: bool) -> Any:
@@ -224,9 +228,9 @@ def _placed_mask(mask: np.ndarray, lies: tuple[Row | None, ...], local: bool) ->
     return put_all([mask], [sharding])[0]
 
 
-def _info(out: list[Any], lies: tuple[Row | None, ...], given: tuple[Type | None, ...]) -> ShardInfo:
+def _info(out: list[Any], lies: tuple[Row | None, ...], given: tuple[Any, ...]) -> ShardInfo:
     leaves = [
-        ShardedLeaf(row.path, dtype_name(x), before.shape, row.whole, row.sharding.shard_shape(row.whole), row.spec)
+        ShardedLeaf(row.path, dtype_name(x), tuple(before[0]), row.whole, row.sharding.shard_shape(row.whole), row.spec)
         for x, row, before in zip(out, lies, given)
         if row is not None and before is not None
     ]

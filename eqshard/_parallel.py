@@ -16,7 +16,7 @@ from ._gather import replicate
 from ._mesh import MeshLike
 from ._names import Mode
 from ._rest import Rest, split, split_leaves
-from ._rows import batch_rows, DEFAULT_NAMES, Known, Layout, Row, types_of
+from ._rows import batch_rows, DEFAULT_NAMES, Known, Layout, types_of
 
 
 def parallel_map(
@@ -59,7 +59,7 @@ def parallel_map(
 
     - `ShardingError`: `batch` does not fit `in_spec`, or the results do not fit `out_spec`.
     """
-    how = Known(mesh), Layout.of(in_spec), DEFAULT_NAMES if names is None else Known(names), mode
+    how = Known(mesh), Layout.key(in_spec), DEFAULT_NAMES if names is None else Known(names), mode
     leaves, treedef = jtu.tree_flatten(batch)
     lies = batch_rows(treedef, types_of(leaves, False), *how)
     placed = place_leaves(leaves, lies, False, "batch" if jax.process_count() > 1 else None)
@@ -67,7 +67,7 @@ def parallel_map(
     if not arrays:
         raise ShardingError("`parallel_map` needs an array in the batch: without one there are no pieces.")
     constants, function = split(fn)
-    run = _program(function, rest, lies, how[1] if out_spec is None else Layout.of(out_spec), *how[2:])
+    run = _program(function, rest, Known(lies), how[1] if out_spec is None else Layout.key(out_spec), *how[2:])
     if constants:
         constants = replicate(constants, next(row.sharding.mesh for row in lies if row is not None))
     results, returned = run(constants, arrays)
@@ -76,10 +76,10 @@ def parallel_map(
 
 @functools.lru_cache(maxsize=256)
 def _program(
-    function: Rest, rest: Rest, lies: tuple[Row | None, ...], out: Layout, names: Known, mode: Any
+    function: Rest, rest: Rest, lies: Known, out: Any, names: Known, mode: Any
 ) -> Callable[[list[Any], list[Any]], tuple[list[Any], Rest]]:
     """The compiled map; made once for a function, the types of a batch and its leaves that are no arrays."""
-    rows = [row for row in lies if row is not None]
+    rows = [row for row in lies.value if row is not None]
     mesh = rows[0].sharding.mesh
     in_specs = PartitionSpec(), [row.spec for row in rows]
 

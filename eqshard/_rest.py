@@ -1,5 +1,7 @@
 """What of a tree is no array, as a value that a compiled program is known by."""
 
+import functools
+from types import FunctionType
 from typing import Any
 
 import jax.tree_util as jtu
@@ -9,6 +11,7 @@ from ._tree import is_array
 
 
 _HOLE = object()
+_LEAF = jtu.tree_structure(0)
 
 
 @jtu.register_static
@@ -22,11 +25,13 @@ class Rest:
 
     def join(self, arrays: list[Any]) -> PyTree[Any]:
         """The tree with `arrays` in the holes."""
+        if len(arrays) == len(self._leaves):
+            return jtu.tree_unflatten(self._treedef, arrays)
         fill = iter(arrays)
         return jtu.tree_unflatten(self._treedef, [next(fill) if x is _HOLE else x for x in self._leaves])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rest) and self._key == other._key
+        return self is other or (isinstance(other, Rest) and self._key == other._key)
 
     def __hash__(self) -> int:
         return self._hash
@@ -34,14 +39,28 @@ class Rest:
 
 def split(tree: PyTree[Any]) -> tuple[list[Any], Rest]:
     """The arrays of a tree, and the rest of it."""
+    if type(tree) is FunctionType:
+        return [], _function(tree)
     leaves, treedef = jtu.tree_flatten(tree)
     return split_leaves(leaves, [is_array(x) for x in leaves], treedef)
 
 
 def split_leaves(leaves: list[Any], arrays: list[bool], treedef: Any) -> tuple[list[Any], Rest]:
     """`split` of a tree that is flat already."""
+    if all(arrays):
+        return leaves, _only_holes(treedef)
     rest = tuple([_HOLE if is_one else x for x, is_one in zip(leaves, arrays)])
     return [x for x, is_one in zip(leaves, arrays) if is_one], Rest(rest, treedef)
+
+
+@functools.lru_cache(maxsize=256)
+def _function(fn: FunctionType) -> Rest:
+    return Rest((fn,), _LEAF)
+
+
+@functools.lru_cache(maxsize=256)
+def _only_holes(treedef: Any) -> Rest:
+    return Rest((_HOLE,) * treedef.num_leaves, treedef)
 
 
 def _known_by(x: Any) -> tuple[type, Any]:

@@ -32,7 +32,7 @@ class Known:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Known) and self.value is other.value
+        return type(other) is Known and self.value is other.value
 
 
 DEFAULT_NAMES = Known(PartitionAxis())
@@ -47,15 +47,15 @@ class Type(NamedTuple):
     """Whether it is a process's part of a larger one."""
 
 
-def types_of(leaves: list[Any], local: bool) -> tuple[Type | None, ...]:
-    """The types of the leaves of a batch; None for leaves that are no arrays."""
+def types_of(leaves: list[Any], local: bool) -> tuple[tuple[Any, ...] | None, ...]:
+    """The types of the leaves of a batch, as bare tuples; None for leaves that are no arrays."""
     return tuple([_type_of(x, local) for x in leaves])
 
 
-def _type_of(x: Any, local: bool) -> Type | None:
+def _type_of(x: Any, local: bool) -> tuple[Any, ...] | None:
     if type(x) is np.ndarray and x.dtype.kind in "iufb":  # most leaves; the rest is for the general test
-        return Type(x.shape, x.dtype, local)
-    return Type(x.shape, x.dtype, local and not is_global(x)) if is_array(x) else None
+        return x.shape, x.dtype, local
+    return (x.shape, x.dtype, local and not is_global(x)) if is_array(x) else None
 
 
 class Row(NamedTuple):
@@ -70,6 +70,8 @@ class Row(NamedTuple):
     """The shape of all parts together."""
     batched: bool
     """Whether the first dimension is one that is split: the one that can be padded."""
+    wide: bool
+    """Whether it is of 64 bits, so that JAX may narrow it."""
 
 
 class Layout(NamedTuple):
@@ -78,6 +80,11 @@ class Layout(NamedTuple):
     leaves: tuple[Any, ...]
     treedef: Any
     plan: Known | None
+
+    @classmethod
+    def key(cls, x: Any) -> Any:
+        """`x` as `batch_rows` takes it."""
+        return x if isinstance(x, PartitionSpec) else cls.of(x)
 
     @classmethod
     def of(cls, x: Any) -> "Layout":
@@ -133,14 +140,19 @@ def broadcast(prefix_leaves: tuple[Any, ...], prefix: Any, treedef: Any, what: s
 @functools.lru_cache(maxsize=1024)
 def batch_rows(
     treedef: Any,
-    types: tuple[Type | None, ...],
+    bare_types: tuple[tuple[Any, ...] | None, ...],
     mesh: Known,
-    layout: Layout,
+    said_of_all: Any,
     names: Known,
     mode: Mode | str | int | None,
     fits: bool = True,
 ) -> tuple[Row | None, ...]:
-    """How each leaf of a batch lies, on a mesh and by names that are `Known`; checked, if `fits`, that it divides."""
+    """How each leaf of a batch lies, on a mesh and by names that are `Known`; checked, if `fits`, that it divides.
+
+    `said_of_all` is a PartitionSpec, or else a `Layout`.
+    """
+    layout = Layout.of(said_of_all) if isinstance(said_of_all, PartitionSpec) else said_of_all
+    types = [None if t is None else Type(*t) for t in bare_types]
     described = MeshSpec.of(mesh.value)
     numbered = jtu.tree_unflatten(treedef, list(range(treedef.num_leaves)))
     paths = [path_name(path) for path, _ in jtu.tree_flatten_with_path(numbered)[0]]
@@ -194,7 +206,8 @@ def _row(
             parts[dim] = mesh_share(built, entry_axes(entry), jax.process_index(), what).parts
     whole = tuple(n * p for n, p in zip(shape, parts))
     batched = bool(shape) and len(spec) > 0 and bool(entry_axes(spec[0]))
-    return Row(path, fitted, NamedSharding(built, fitted, memory_kind=kind), tuple(parts), whole, batched)
+    wide = type.dtype.kind in "iufc" and type.dtype.itemsize >= 8 if isinstance(type.dtype, np.dtype) else False
+    return Row(path, fitted, NamedSharding(built, fitted, memory_kind=kind), tuple(parts), whole, batched, wide)
 
 
 def _check_whole(row: Row, type: Type, planned: LeafPlan | None) -> None:
