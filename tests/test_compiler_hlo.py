@@ -114,3 +114,15 @@ def test_axes_of_groups_agree_with_jax(order, used):
 
 def _left(names):
     return [n if n in names else None for n in ("x", "y", "z")]
+
+
+def test_two_computations_of_one_name():
+    """A compiler's own dump may print a fusion's computation under the name of another: no endless walk."""
+    text = (
+        "HloModule m, is_scheduled=true, num_partitions=2\n\n%f (p: f32[4]) -> f32[4] {\n  %p = f32[4] parameter(0)\n"
+        "  %r = f32[4] all-reduce(%p), replica_groups={{0,1}}, to_apply=%add\n"
+        "  ROOT %g = f32[4] fusion(%r), kind=kLoop, calls=%f\n}\n\nENTRY %e (q: f32[4]) -> f32[4] {\n"
+        "  %q = f32[4] parameter(0)\n  ROOT %h = f32[4] fusion(%q), kind=kLoop, calls=%f\n}\n"
+    )
+    [c] = eqshard.collectives(text, mesh=eqshard.MeshSpec(x=2))
+    assert (c.kind, c.axes, c.form, c.bytes) == ("all-reduce", ("x",), "fused", 16)

@@ -191,16 +191,20 @@ def found_in(module: Module, computation: Computation) -> list[Found]:
     return out
 
 
-def holds(module: Module, at: Instruction) -> list[tuple[Computation, Instruction]]:
+def holds(
+    module: Module, at: Instruction, inside: frozenset[str] = frozenset()
+) -> list[tuple[Computation, Instruction]]:
     """The collectives inside the computations that a fusion or an asynchronous call is made of."""
     found = []
     for name in at.called():
         inner = module.computations.get(name)
-        for instruction in inner.instructions if inner else ():
+        if inner is None or name in inside:  # a text may print two computations under one name
+            continue
+        for instruction in inner.instructions:
             if instruction.kind in KINDS and not instruction.opcode.endswith("-done"):
                 found.append((inner, instruction))
             elif instruction.opcode == "fusion":
-                found += holds(module, instruction)
+                found += holds(module, instruction, inside | {name})
     return found
 
 

@@ -111,7 +111,7 @@ def _not_scattered(module: Module, collectives: Sequence[Collective]) -> Iterato
     """Sums that every device gets whole and of which it keeps a slice."""
     sliced = {
         f.instruction.name
-        for computation in module.computations.values()
+        for computation, _ in executed(module)
         for f in found_in(module, computation)
         if f.kind == "all-reduce" and f.form == "plain" and _only_sliced(module, computation, f.done)
     }
@@ -195,15 +195,16 @@ def executed(module: Module) -> Iterator[tuple[Computation, int]]:
                 stack.append((inner, trips * (1 if times is None else times)))
 
 
-def _product_lines(module: Module, where: Computation, i: Instruction) -> Iterator[tuple[str, float]]:
+def _product_lines(
+    module: Module, where: Computation, i: Instruction, inside: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, float]]:
     if i.opcode in ("dot", "convolution"):
         yield module.source(i), work_of(module, where, i, _ANY).flops
-    elif i.opcode == "fusion":
-        for name in i.called():
-            inner = module.computations.get(name)
-            for instruction in inner.instructions if inner else ():
-                if inner is not None:
-                    yield from _product_lines(module, inner, instruction)
+    for name in i.called() if i.opcode == "fusion" else ():
+        inner = module.computations.get(name)
+        if inner is not None and name not in inside:
+            for instruction in inner.instructions:
+                yield from _product_lines(module, inner, instruction, inside | {name})
 
 
 _ANY = Chip("any", 1.0, 1.0, 1.0, 1.0)

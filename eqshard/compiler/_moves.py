@@ -82,15 +82,17 @@ def _unchanged(body: Computation, element: int) -> bool:
     return at is not None and at.opcode == "get-tuple-element" and at.attribute("index") == str(element)
 
 
-def _through(module: Module, fusion: Instruction) -> int | None:
+def _through(module: Module, fusion: Instruction, depth: int = 0) -> int | None:
     """The operand that a fusion of nothing but movement hands on."""
+    if depth > 20:
+        return None
     inner = module.computations.get(next(iter(fusion.called()), ""))
     if inner is None or inner.root is None:
         return None
-    return _parameter(module, inner, inner.root.name)
+    return _parameter(module, inner, inner.root.name, depth + 1)
 
 
-def _parameter(module: Module, inner: Computation, name: str) -> int | None:
+def _parameter(module: Module, inner: Computation, name: str, depth: int = 0) -> int | None:
     for _ in range(100):
         at = inner.by_name.get(name)
         if at is None:
@@ -98,7 +100,7 @@ def _parameter(module: Module, inner: Computation, name: str) -> int | None:
         if at.opcode == "parameter":
             return int(at.literal)
         if at.opcode == "fusion":
-            following = _through(module, at)
+            following = _through(module, at, depth)
             if following is None:
                 return None
             name = at.operands[following]

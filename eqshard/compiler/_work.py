@@ -48,7 +48,9 @@ def work_of(module: Module, where: Computation, at: Instruction, chip: Chip) -> 
     return Work(max(by_flops, by_bytes), flops, touched, by_flops > by_bytes)
 
 
-def _flops(module: Module, where: Computation, at: Instruction) -> tuple[float, str]:
+def _flops(
+    module: Module, where: Computation, at: Instruction, inside: frozenset[str] = frozenset()
+) -> tuple[float, str]:
     """FLOPs of the matrix products in an instruction, and their dtype."""
     if at.opcode == "dot":
         return _dot(where, at)
@@ -56,13 +58,13 @@ def _flops(module: Module, where: Computation, at: Instruction) -> tuple[float, 
         return _convolution(where, at)
     if at.opcode == "custom-call" and re.search(r"matmul|gemm", at.attributes, re.IGNORECASE):
         return _matmul_call(where, at)
-    if at.opcode != "fusion":
-        return 0.0, "bfloat16"
     total, kind = 0.0, "bfloat16"
-    for name in at.called():
+    for name in at.called() if at.opcode == "fusion" else ():
         inner = module.computations.get(name)
-        for instruction in inner.instructions if inner else ():
-            flops, dtype = _flops(module, inner, instruction) if inner else (0.0, kind)
+        if inner is None or name in inside:
+            continue
+        for instruction in inner.instructions:
+            flops, dtype = _flops(module, inner, instruction, inside | {name})
             total, kind = total + flops, dtype if flops else kind
     return total, kind
 
