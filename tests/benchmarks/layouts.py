@@ -81,9 +81,9 @@ def loss(params, tokens, pin, use):
 
 
 def program(mesh, rules, batch, *, pinned=False, whole="no"):
-    """The step with its plans; `whole`: whether a layer's weights are gathered in the scan body, and how."""
+    """The step with its plans; no rules: `fsdp_plan`. `whole`: if and how weights are gathered in the scan body."""
     params = shapes()
-    plan = eqshard.rule_plan(params, mesh, rules, default=P())
+    plan = eqshard.rule_plan(params, mesh, rules, default=P()) if rules else eqshard.fsdp_plan(params, mesh)
     state = jax.eval_shape(OPTIMIZER.init, params)
     state_plan = eqshard.plan_like(plan, state)
     tokens = S((BATCH, LENGTH), jnp.int32)
@@ -92,11 +92,10 @@ def program(mesh, rules, batch, *, pinned=False, whole="no"):
     def pin(x):
         return eqshard.constrain_to(x, P(batch), mesh) if pinned else x
 
-    used = plan.at(".*").set(use=P()) if whole != "no" else plan
     parts = {
-        "embed": used.select("['embed']"),
-        "head": used.select("['head']"),
-        "layers": used.select("['layers']").layer(),
+        "embed": plan.select("['embed']"),
+        "head": plan.select("['head']"),
+        "layers": plan.select("['layers']").layer(),
     }
     use = dict.fromkeys(parts, lambda x: x)
     if whole == "constrained":
@@ -118,8 +117,7 @@ def program(mesh, rules, batch, *, pinned=False, whole="no"):
 def layouts(target):
     n = target.size
     one, two, fsdp = eqshard.MeshSpec(data=n), eqshard.MeshSpec(data=n // 4, tp=4), eqshard.MeshSpec(fsdp=n)
-    whole = []
-    rows = [("embed|head", P(None, "fsdp")), ("norm", P()), ("layers", P(None, "fsdp"))]
+    whole = [(".*", P())]
     tp = [
         ("'embed'", P(None, "tp")),
         ("'head'", P(None, "tp")),
@@ -136,10 +134,10 @@ def layouts(target):
     ]
     return {
         "replicated weights, batch over all": program(one, whole, "data"),
-        "FSDP, weights only": program(fsdp, rows, "fsdp"),
-        "FSDP, activations pinned": program(fsdp, rows, "fsdp", pinned=True),
-        "FSDP, weights whole in the scan body": program(fsdp, rows, "fsdp", pinned=True, whole="constrained"),
-        "FSDP, `use` in the scan body": program(fsdp, rows, "fsdp", pinned=True, whole="used"),
+        "FSDP, weights only": program(fsdp, [], "fsdp"),
+        "FSDP, activations pinned": program(fsdp, [], "fsdp", pinned=True),
+        "FSDP, weights whole in the scan body": program(fsdp, [], "fsdp", pinned=True, whole="constrained"),
+        "FSDP, `use` in the scan body": program(fsdp, [], "fsdp", pinned=True, whole="used"),
         "Megatron TP 4 x DP": program(two, tp, "data", pinned=True),
         "Megatron TP 4 x FSDP, weights only": program(two, both, "data"),
         "Megatron TP 4 x FSDP, activations pinned": program(two, both, "data", pinned=True),
