@@ -29,7 +29,7 @@ class Reader(eqx.Module):
     def __call__(self, tokens, mesh):
         each = lambda layer: jax.vmap(jax.vmap(layer))
         x = eqshard.shard(each(self.embed)(tokens), (BATCH, LENGTH), mesh)
-        query, key, value = (each(f)(x).reshape(*x.shape[:2], 2, -1) for f in (self.query, self.key, self.value))
+        query, key, value = (each(f)(x).reshape(*x.shape[:2], 4, -1) for f in (self.query, self.key, self.value))
         query = eqshard.shard(query, (BATCH, QUERY_LENGTH, HEAD), mesh, NAMES)
         key, value = eqshard.shard((key, value), (BATCH, KV_LENGTH, HEAD), mesh, NAMES)
         h = jax.nn.dot_product_attention(query, key, value, is_causal=True)
