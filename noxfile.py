@@ -52,7 +52,8 @@ def nightly(session: nox.Session) -> None:
     """The laws with many more examples, and the tests that are too slow for every day."""
     _install(session)
     laws = ("laws", "auto", "fsdp", "memory", "rules", "logical", "convert", "check", "value")
-    session.run("pytest", "--hypothesis-profile=nightly", *(f"tests/test_{n}.py" for n in laws), *session.posargs)
+    files = [f"tests/test_{n}.py" for n in laws] + sorted(map(str, pathlib.Path("tests").glob("test_checkpoint_*.py")))
+    session.run("pytest", "--hypothesis-profile=nightly", *files, *session.posargs)
     session.run("pytest", "-m", "slow", *session.posargs)
 
 
