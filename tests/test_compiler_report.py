@@ -96,15 +96,18 @@ def test_more_devices_than_there_are_and_a_refusal_of_none():
 
 
 def test_peak_is_what_a_run_allocates():
-    """The peak resident memory of a process that runs the step, against the report."""
+    """The peak resident memory of a process that runs the step, against the report.
+
+    On one device: those of a CPU take turns, and need not all be at their peak at once.
+    """
     code = """
-    import jax, resource
+    import jax, pathlib, re
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", 1)
     import jax.numpy as jnp, eqshard
     from jax.sharding import PartitionSpec as P
 
-    mesh = eqshard.MeshSpec(dp=8)
+    mesh = eqshard.MeshSpec(dp=1)
     x = jax.ShapeDtypeStruct((8 * 1024, 8 * 1024), jnp.float32)
     plan = eqshard.replicated_plan(x, mesh).at("").set(P("dp"))
 
@@ -113,8 +116,8 @@ def test_peak_is_what_a_run_allocates():
         z = jnp.sort(y, axis=1)
         return jnp.cumsum(z, axis=1) + y
 
-    def peak():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def peak():  # not getrusage's, which a process inherits from the one that started it
+        return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
 
     report = eqshard.compile_report(fn, x, plans=plan)
     compiled = jax.jit(fn).lower(eqshard.apply(plan, x)).compile()
@@ -124,7 +127,7 @@ def test_peak_is_what_a_run_allocates():
     before = peak()
     x = make()
     jax.block_until_ready(compiled(x))
-    print(report.bytes_per_device * 8, peak() - before)
+    print(report.bytes_per_device, peak() - before)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
