@@ -190,13 +190,13 @@ def constrain_traced(x: Any, spec: PartitionSpec, mesh: MeshSpec, build: Callabl
 
 
 def _check_order(spec: PartitionSpec, types: dict[str, AxisType]) -> None:
-    """Refuses what a traced value cannot have: types hold Explicit axes, and the compiler cuts what they leave."""
+    """Refuses what a traced value may not get: of two kinds of axes on one dimension, JAX reorders or drops one."""
     for dim, entry in enumerate(entries(spec)):
-        kinds = [types.get(a) for a in entry_axes(entry)]
-        if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
+        kinds = {types.get(a) for a in entry_axes(entry)}
+        if {AxisType.Auto, AxisType.Explicit} <= kinds:
             raise ShardingError(
-                f"{spec_text(spec)} has an Auto axis before an Explicit one in dim {dim}: inside jit, JAX cuts by the "
-                "Explicit axes first. Write them first, or give the axes of one dimension one type."
+                f"{spec_text(spec)} has an Auto and an Explicit axis in dim {dim}: inside jit, JAX does not keep such "
+                "a layout. Lay them on different dimensions, or give the axes of one dimension one type."
             )
 
 

@@ -356,7 +356,7 @@ def test_a_whole_array_inside_shard_map_is_no_piece(m24):
         jax.jit(f)(eqshard.replicate(jnp.ones((8, 8)), m24))
 
 
-SPECS = [P("dp", "tp"), P("tp", "dp"), P(("dp", "tp")), P("dp"), P("tp"), P(None, ("tp",)), P()]
+SPECS = [P("dp", "tp"), P("tp", "dp"), P("dp"), P("tp"), P(None, ("tp",)), P()]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -370,11 +370,12 @@ def test_one_explicit_and_one_auto_axis(spec):
         np.testing.assert_array_equal(out, np.asarray(x) * 2)
 
 
-def test_an_auto_axis_before_an_explicit_one_in_a_dimension():
+@pytest.mark.parametrize("axes", [("tp", "dp"), ("dp", "tp")])
+def test_an_auto_and_an_explicit_axis_in_one_dimension(axes):
     mesh = eqshard.MeshSpec(dp=2, tp=4, axis_type={"dp": "explicit"})
-    plan = plan_for(jnp.ones(8), mesh).at("").set(P(("tp", "dp")))
-    assert eqshard.apply(plan, jnp.ones(8)).sharding.spec == P(("tp", "dp"))
-    with pytest.raises(eqshard.ShardingError, match=r"dim 0.*Explicit axes first"):  # else it would lie by (dp, tp)
+    plan = plan_for(jnp.ones(8), mesh).at("").set(P(axes))
+    assert eqshard.apply(plan, jnp.ones(8)).sharding.spec == P(axes)
+    with pytest.raises(eqshard.ShardingError, match=r"dim 0.*different dimensions"):  # else it would lie otherwise
         jax.jit(lambda x: eqshard.apply(plan, x))(jnp.ones(8))
 
 
