@@ -27,7 +27,7 @@ def random_program(seed):
     mesh = eqshard.MeshSpec(dict(zip(names, [2, 2, 2])) if rng.random() < 0.7 else {"a": 2, "b": 4})
 
     def spec(rank=2):
-        axes = list(rng.permutation(mesh.names))
+        axes = [str(name) for name in rng.permutation(mesh.names)]
         entries = [axes.pop() if axes and rng.random() < 0.6 else None for _ in range(rank)]
         if axes and rng.random() < 0.3:
             entries[0] = (axes.pop(),) if entries[0] is None else (entries[0], axes.pop())
