@@ -67,7 +67,7 @@ def random_plan(tree, mesh, seed):
     plan = eqshard.replicated_plan(tree, mesh)
     rows = []
     for leaf in plan:
-        axes = list(rng.permutation(mesh.names))
+        axes = [str(name) for name in rng.permutation(mesh.names)]
         entries = [tuple(axes.pop() for _ in range(rng.integers(0, 3)) if axes) for _ in leaf.shape]
         spec = eqshard.fit_spec(P(*entries), leaf.shape, mesh).spec
         rows.append(eqshard.LeafPlan(leaf.path, leaf.shape, leaf.dtype, spec, spec))
