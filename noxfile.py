@@ -116,7 +116,7 @@ def build(session: nox.Session) -> None:
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist")
     wheel = next(pathlib.Path("dist").glob("*.whl")).resolve()
-    empty = pathlib.Path(session.create_tmp()) / "empty"
+    empty = pathlib.Path(session.create_tmp()).resolve() / "empty"
     session.run("python", "-m", "venv", "--clear", str(empty))
     python = str(empty / "bin" / "python")
     session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
