@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -12,7 +11,7 @@ from ._errors import ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spread import Names, Places, spec_of, spread, Units, units_of
-from ._tree import dtype_name, is_array, itemsize, path_name, size_text
+from ._tree import dtype_name, is_array, itemsize, named_leaves, size_text
 
 
 MIN_BYTES = 2**16
@@ -113,16 +112,13 @@ def plan_leaves(tree: PyTree[Any], mesh: MeshSpec, row: Row) -> ShardingPlan:
     """A plan with a row for each array leaf of `tree`."""
     names: dict[Any, str] = {}
     rows = []
-    flat = jtu.tree_flatten_with_path(tree)[0]
-    while flat:  # from the end, so that each path is freed as its row is made: half the work of the garbage collector
-        path, leaf = flat.pop()
+    for path, leaf in named_leaves(tree):
         if not is_array(leaf):
             continue
         name = names.get(leaf.dtype)
         if name is None:  # numpy works out the name of a dtype anew each time
             name = names[leaf.dtype] = dtype_name(leaf)
-        rows.append(row(path_name(path), tuple(leaf.shape), name))
-    rows.reverse()
+        rows.append(row(path, tuple(leaf.shape), name))
     return ShardingPlan(mesh, rows)
 
 

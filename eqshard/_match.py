@@ -11,7 +11,7 @@ from ._errors import MismatchError, ShardingError
 from ._leaf import LeafPlan
 from ._mesh import MeshSpec
 from ._spec import canonical, check, cut, entries, UNCONSTRAINED
-from ._tree import dtype_name, is_array, manual_axes, path_name, shown, some, type_text
+from ._tree import dtype_name, is_array, manual_axes, named_leaves, shown, some, type_text
 
 
 class Rows(tuple[LeafPlan, ...]):
@@ -68,7 +68,7 @@ def match_rows(rows: Rows, mesh: MeshSpec, leaves: list[Any], treedef: Any) -> l
 
 def _match_paths(rows: Rows, leaves: list[Any], treedef: Any) -> list[int | None]:
     numbers = {leaf.path: i for i, leaf in enumerate(rows)}
-    paths = [path_name(path) for path, _ in jtu.tree_flatten_with_path(jtu.tree_unflatten(treedef, leaves))[0]]
+    paths = [path for path, _ in named_leaves(jtu.tree_unflatten(treedef, leaves))]
     found = {path for path, x in zip(paths, leaves) if is_array(x)}
     missing = [shown(path) for path in numbers if path not in found]
     extra = [shown(path) for path in paths if path in found and path not in numbers]

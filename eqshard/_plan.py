@@ -17,7 +17,7 @@ from ._leaf import leaf_from_dict, leaf_plan as leaf_plan, leaf_to_dict, LeafPla
 from ._match import match_rows, row_shardings, Rows
 from ._mesh import MeshLike, MeshSpec
 from ._spec import canonical
-from ._tree import did_you_mean, dtype_name, is_array, path_name, shown, some
+from ._tree import array_leaves, did_you_mean, dtype_name, shown, some
 from ._value import digest, header, Reader, Value
 
 
@@ -310,9 +310,8 @@ def replicated_plan(tree: PyTree[Any], mesh: MeshLike) -> ShardingPlan:
     spec = MeshSpec.of(mesh)
     whole = PartitionSpec()
     rows = [
-        LeafPlan(path_name(path), tuple(leaf.shape), dtype_name(leaf), whole, whole, None, "replicated")
-        for path, leaf in jtu.tree_flatten_with_path(tree)[0]
-        if is_array(leaf)
+        LeafPlan(path, tuple(leaf.shape), dtype_name(leaf), whole, whole, None, "replicated")
+        for path, leaf in array_leaves(tree)
     ]
     return ShardingPlan(spec, tuple(rows))
 

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import jax
@@ -47,7 +47,24 @@ def shown(path: str) -> str:
 
 def array_leaves(tree: PyTree[Any]) -> list[tuple[str, Any]]:
     """The array leaves of `tree` with their names, in tree order."""
-    return [(path_name(path), leaf) for path, leaf in jtu.tree_flatten_with_path(tree)[0] if is_array(leaf)]
+    return [(name, leaf) for name, leaf in named_leaves(tree) if is_array(leaf)]
+
+
+def named_leaves(tree: PyTree[Any]) -> Iterator[tuple[str, Any]]:
+    """The leaves of `tree` with their names, in tree order.
+
+    Level by level: a name is its parent's and a key, and no list of all the paths is made, which on large trees costs
+    Python's garbage collector more than all the rest.
+    """
+    flatten = jtu.default_registry.flatten_one_level_with_keys
+    left = [("", tree)]
+    while left:
+        name, node = left.pop()
+        level = flatten(node)
+        if level is None:
+            yield name, node
+        else:
+            left.extend([(name + str(key), child) for key, child in level[0]][::-1])
 
 
 def map_arrays(fn: Any, tree: PyTree[Any]) -> PyTree[Any]:
