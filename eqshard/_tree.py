@@ -63,6 +63,8 @@ def named_leaves(tree: PyTree[Any]) -> Iterator[tuple[str, Any]]:
         level = flatten(node)
         if level is None:
             yield name, node
+        elif level[1] is type(node):  # a namedtuple: jaxlib 0.10 gives each field the name of the first
+            left.extend([(f"{name}.{field}", child) for field, child in zip(node._fields, node)][::-1])
         else:
             left.extend([(name + str(key), child) for key, child in level[0]][::-1])
 
