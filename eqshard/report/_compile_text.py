@@ -1,5 +1,6 @@
 """A CompileReport as text and as rich tables."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from .._tree import size_text
 from ..compiler import Collective, CompileReport
 from ._rich import _rich
-from ._text import columns, issues_text
+from ._text import columns, elide, issues_text
 from ._words import mesh_text
 
 
@@ -93,15 +94,31 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+def _narrow(cells: list[str]) -> list[str]:
+    """Without `runs`, which the last two say too."""
+    return [*cells[:3], *cells[4:]]
+
+
+def _table(rows: Sequence[Row], width: int) -> str:
+    """The rows in lines of `width`: what a collective is of loses its middle first."""
+    titles, table = list(TITLES), [_cells(row) for row in rows]
+    if width < 100:
+        titles, table = _narrow(titles), list(map(_narrow, table))
+    of = titles.index("of")
+    widths = [max(len(cells[i]) for cells in (titles, *table)) for i in range(len(titles))]
+    room = max(width - sum(widths) - 2 * (len(widths) - 1) + widths[of], 10)
+    return columns(titles, [[*cells[:of], elide(cells[of], room), *cells[of + 1 :]] for cells in table], width)
+
+
 TITLES = ["collective", "over", "trips", "runs", "of", "sent", "time", "exposed"]
 
 
 def compile_text(r: CompileReport, width: int, most: int) -> str:
     """A report as plain text."""
-    parts = ["\n".join(headline(r))]
+    parts = ["\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in headline(r))]
     rows = collective_rows(r.collectives)
     if rows:
-        parts.append(columns(TITLES, [_cells(row) for row in rows[:most]], max(width, 100)))
+        parts.append(_table(rows[:most], width))
         if len(rows) > most:
             rest = rows[most:]
             parts[-1] += f"\n… and {len(rest)} cheaper rows, {size_text(sum(row.bytes for row in rest))} sent"

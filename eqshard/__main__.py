@@ -1,0 +1,7 @@
+"""`python -m eqshard`."""
+
+from .cli import main
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

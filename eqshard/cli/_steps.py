@@ -1,0 +1,72 @@
+"""`compile` and `best-mesh`: what becomes of a step."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from .._auto import auto_plan
+from .._mesh import MeshSpec
+from .._plan import replicated_plan
+from ..compiler import compile_report
+from ..compiler._targets import as_target, check_available, Target
+from ..program import constrain, step_plan
+from ..report import report
+from ._load import load_step, Step
+from ._output import put, show, wait_for, width
+from ._words import add_mesh, add_outputs, bytes_from_text, Commands, donated_from_text, given_mesh, UsageError
+
+
+_SOURCE = "FILE.py:NAME, a function that returns (function, arguments); the arguments may be shapes"
+
+
+def add_commands(commands: Commands) -> None:
+    """Adds them."""
+    parser = commands.add(
+        "compile",
+        "say what the compiler makes of a step: collectives, memory, time",
+        "Nothing runs, and the devices need not be there. Plans that NAME returns as a third\n"
+        "value are used; else the step is planned from its own program.\n"
+        "Exit code 1 if it does not fit the memory.",
+        "  eqshard compile my_train.py:step --target v5e:4x4 --mesh data=4,tp=4",
+        _compile,
+    )
+    parser.add_argument("source", metavar="STEP", help=_SOURCE)
+    parser.add_argument("--target", required=True, help='"v5e:4x4", "v5p:8x8x8", … (needs eqshard[tpu]), or "cpu:64"')
+    add_mesh(parser, help="the mesh; by default one axis, data, of all devices")
+    parser.add_argument("--how", choices=("program", "auto", "replicated"), help="how to plan (default: program)")
+    parser.add_argument("--memory", type=bytes_from_text, metavar="BYTES", help="what the plan may take, as 14GB")
+    parser.add_argument("--donate", type=donated_from_text, default="none", help="all, none, or arguments as 0,1")
+    add_outputs(parser, html=True)
+
+
+def _compile(a: argparse.Namespace) -> int:
+    target = as_target(a.target)
+    check_available(target)
+    mesh = _mesh(a, target)
+    step = load_step(a.source)
+    fn, plans = _planned(a, step, mesh)
+    found = wait_for(
+        f"compiling for {target}",
+        lambda: compile_report(fn, *step.args, plans=plans, target=target, donate=a.donate, chip=a.chip),
+    )
+    show(lambda: report(found, width=width()), found.to_dict, a.json)
+    if a.html is not None:
+        put(report(found, format="html"), a.html)
+    return int(not found.fits)
+
+
+def _mesh(a: argparse.Namespace, target: Target) -> MeshSpec:
+    mesh = given_mesh(a) if a.mesh is not None else MeshSpec(data=target.size, chip=a.chip)
+    if mesh.size() != target.size:
+        raise UsageError(f"--mesh has {mesh.size()} devices, --target {target} has {target.size}.")
+    return mesh if mesh.chip is not None or target.platform == "cpu" else mesh.replace(chip=target.chip)
+
+
+def _planned(a: argparse.Namespace, step: Step, mesh: MeshSpec) -> tuple[Callable[..., Any], Any]:
+    if step.plans is not None and a.how is None:
+        return step.fn, step.plans
+    if a.how in ("auto", "replicated"):
+        make = auto_plan if a.how == "auto" else replicated_plan
+        return step.fn, tuple(make(arg, mesh) for arg in step.args)
+    plan = wait_for("planning", lambda: step_plan(step.fn, *step.args, mesh=mesh, max_bytes=a.memory))
+    return constrain(plan, step.fn), plan
