@@ -1,6 +1,8 @@
 """Shard any Equinox model, or any PyTree, over any JAX mesh: the plan is a value."""
 
-from . import checkpoint as checkpoint
+import importlib
+from typing import Any, TYPE_CHECKING
+
 from ._agree import check_processes as check_processes
 from ._analyze import Analysis as Analysis, analyze as analyze, AxisUse as AxisUse, LeafBytes as LeafBytes
 from ._apply import apply as apply, constrain_to as constrain_to
@@ -104,17 +106,45 @@ from ._spec import (
 from ._stray import StrayError as StrayError
 from ._tree import is_array as is_array
 from ._use import sequenced as sequenced, use as use
-from .compiler import (
-    Collective as Collective,
-    collectives as collectives,
-    compile_report as compile_report,
-    compile_reports as compile_reports,
-    CompileReport as CompileReport,
-    Program as Program,
-    TargetError as TargetError,
-)
-from .program import constrain as constrain, step_plan as step_plan, StepPlan as StepPlan
-from .report import report as report, visualize_leaf as visualize_leaf
+
+
+if TYPE_CHECKING:
+    from . import checkpoint as checkpoint, compiler as compiler, program as program
+    from ._report import report as report, visualize_leaf as visualize_leaf
+    from .compiler import (
+        Collective as Collective,
+        collectives as collectives,
+        compile_report as compile_report,
+        compile_reports as compile_reports,
+        CompileReport as CompileReport,
+        Program as Program,
+        TargetError as TargetError,
+    )
+    from .program import constrain as constrain, step_plan as step_plan, StepPlan as StepPlan
 
 
 __version__ = "0.1.0"
+
+# What most programs do not need is imported when it is first asked for: `import eqshard` takes little more time than
+# `import equinox`.
+_LATER = {
+    "_report": "report visualize_leaf",
+    "checkpoint": "",
+    "compiler": "Collective collectives compile_report compile_reports CompileReport Program TargetError",
+    "program": "constrain step_plan StepPlan",
+}
+
+
+if not TYPE_CHECKING:  # to a type checker, a name that is not there shall be an error
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _LATER.items():
+            if name == module or name in names.split():
+                found = importlib.import_module(f".{module}", __name__)
+                value = globals()[name] = found if name == module else getattr(found, name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        later = [name for module, names in _LATER.items() for name in (module, *names.split())]
+        return sorted({*globals(), *later})

@@ -117,7 +117,7 @@ class Analysis(Value):
         return f"Analysis({self.leaves} leaves, {size_text(self.nbytes)}, {most} a device on {self.mesh})"
 
     def _repr_html_(self) -> str:
-        from .report._notebook import analysis_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
+        from ._report._notebook import analysis_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
 
         return analysis_html(self)
 

@@ -146,7 +146,7 @@ class PartitionAxis(Value):
         return f"PartitionAxis({', '.join(fields)})"
 
     def _repr_html_(self) -> str:
-        from .report._notebook import axes_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
+        from ._report._notebook import axes_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
 
         return axes_html(self)
 

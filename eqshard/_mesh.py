@@ -103,7 +103,7 @@ class MeshSpec(Value):
         return "MeshSpec(" + ", ".join(f"{n}={s}" for n, s in self.axes) + extra + ")"
 
     def _repr_html_(self) -> str:
-        from .report._notebook import mesh_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
+        from ._report._notebook import mesh_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
 
         return mesh_html(self)
 

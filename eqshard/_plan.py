@@ -77,7 +77,7 @@ class ShardingPlan(Value):
         return f"ShardingPlan({len(self.leaves)} leaves on {self.mesh})"
 
     def _repr_html_(self) -> str:
-        from .report._notebook import plan_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
+        from ._report._notebook import plan_html  # noqa: PLC0415  reports read this module: above, it would be a cycle
 
         return plan_html(self)
 

@@ -18,7 +18,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-SHAPES = {"w": jax.ShapeDtypeStruct((512, 512), "float32")}
+SHAPES = {"w": jax.ShapeDtypeStruct((2048, 512), "float32")}
 NOTHING = {"name": "nothing"}
 
 

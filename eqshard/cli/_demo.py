@@ -14,8 +14,8 @@ from .._fsdp import fsdp_plan
 from .._init import init
 from .._jit import filter_jit
 from .._mesh import MeshSpec
+from .._report import report
 from .._tree import size_text
-from ..report import report
 from ._output import put, width
 from ._words import Commands, UsageError
 

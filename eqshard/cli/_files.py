@@ -8,14 +8,14 @@ from .._convert import convert_plan, STRATEGIES
 from .._diff import diff
 from .._fold import fold
 from .._plan import ShardingPlan
+from .._report import report
+from .._report._text import columns
+from .._report._words import count_text, mesh_text, spec_words
 from .._spec import spec_text
 from .._tree import size_text
 from ..checkpoint._contents import contents, step_numbers
 from ..checkpoint._files import local_path
 from ..checkpoint._stored import Contents
-from ..report import report
-from ..report._text import columns
-from ..report._words import count_text, mesh_text, spec_words
 from ._output import put, show, width
 from ._plans import read_plan
 from ._words import add_mesh, add_outputs, Commands, given_mesh, renames_from_text

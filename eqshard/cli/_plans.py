@@ -12,10 +12,10 @@ from .._memory import memory_plan
 from .._mesh import MeshSpec
 from .._plan import replicated_plan, ShardingPlan
 from .._presets import tp_rules
+from .._report import report
+from .._report._words import counts
 from .._rules import rule_plan
 from .._tree import did_you_mean
-from ..report import report
-from ..report._words import counts
 from ._load import load_shapes
 from ._output import put, show, width
 from ._rules_file import plan_by_file

@@ -7,10 +7,10 @@ from typing import Any
 from .._auto import auto_plan
 from .._mesh import MeshSpec
 from .._plan import replicated_plan
+from .._report import report
 from ..compiler import compile_report
 from ..compiler._targets import as_target, check_available, Target
 from ..program import constrain, step_plan
-from ..report import report
 from ._load import load_step, Step
 from ._output import put, show, wait_for, width
 from ._words import add_mesh, add_outputs, bytes_from_text, Commands, donated_from_text, given_mesh, UsageError

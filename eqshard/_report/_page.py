@@ -48,7 +48,7 @@ def _page(title: str, body: str) -> str:
 
 
 def _file(name: str) -> str:
-    return importlib.resources.files("eqshard.report").joinpath(name).read_text(encoding="utf-8")
+    return importlib.resources.files("eqshard._report").joinpath(name).read_text(encoding="utf-8")
 
 
 def plan_data(plan: ShardingPlan, analysis: Analysis, issues: Sequence[Issue]) -> dict[str, Any]:
