@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqshard
-from eqshard.program._build import build, reshape_dims
+from eqshard.program._build import build
 from eqshard.program._cost import Machine
 from eqshard.program._fold import fold_alike
 from eqshard.program._solve import problem
+from eqshard.program._together import reshape_dims
 from eqshard.program._trace import trace
 
 
@@ -57,7 +58,7 @@ def test_reshape_ties_major_factors(a, b, pairs):
 
 def test_elementwise_values_share_a_cluster_and_products_part_them():
     traced = trace(lambda x, w: jnp.sin(x @ w) + 1.0, (shape(8, 4), shape(4, 16)))
-    graph, ins, outs = build(traced.jaxpr, traced.kept)
+    graph, ins, outs = build(traced.jaxpr, traced.kept, {})
     (dot,) = graph.ops
     assert dot.kind == "dot" and dot.flops == 2 * 8 * 4 * 16
     (made, _), (out,) = dot.outs[0], outs
@@ -67,7 +68,7 @@ def test_elementwise_values_share_a_cluster_and_products_part_them():
 
 def test_a_value_never_has_one_name_twice():
     traced = trace(lambda x: x + x.T, (shape(8, 8),))
-    graph, _, _ = build(traced.jaxpr, traced.kept)
+    graph, _, _ = build(traced.jaxpr, traced.kept, {})
     assert all(len(set(d)) == len(d) for d in map(graph.dims, range(len(graph.values))) if -1 not in d)
 
 
@@ -186,7 +187,7 @@ def test_repeated_layers_are_solved_once():
     sizes = []
     for n in (4, 32):
         traced = trace(step, ([shape(64, 64)] * n, shape(128, 64)))
-        graph, ins, _ = build(traced.jaxpr, traced.kept)
+        graph, ins, _ = build(traced.jaxpr, traced.kept, {})
         p = problem(graph, Machine.of(eqshard.MeshSpec(data=2, tp=4, chip="v5e")), ins, {})
         sizes.append(len(fold_alike(graph, p.layouts, {}).ops))
     assert sizes[1] <= sizes[0] + 4
@@ -205,3 +206,54 @@ def test_json():
     assert again == plan and hash(again) == hash(plan)
     with pytest.raises(eqshard.FormatError):
         eqshard.StepPlan.from_json('{"format": "eqshard.step", "version": 1}')
+
+
+def test_a_constraint_of_the_program_is_paid_for():
+    mesh = eqshard.MeshSpec(a=4, b=2, chip="v5e")
+
+    def step(spec):
+        def run(x):
+            x = eqshard.constrain_to(x * 2.0, P("a", "b"), mesh)
+            return eqshard.constrain_to(x, spec, mesh).sum()
+
+        return run
+
+    x = shape(4096, 4096)
+    same, moved = (eqshard.step_plan(step(spec), x, mesh=mesh) for spec in (P("a", "b"), P(None, "b")))
+    gathered = 3 * 4096 * 4096 * 4 / 8 / 45e9
+    assert moved.seconds - same.seconds == pytest.approx(gathered, rel=0.1)
+    assert same.args[0][""].spec == P("a", "b")
+
+
+def test_a_shard_map_is_taken_as_it_is():
+    mesh = mesh_of("auto", a=4, b=2)
+
+    def step(x, w):
+        inner = jax.shard_map(
+            lambda x, w: jax.lax.psum(x @ w, "b"),
+            mesh=mesh.build(),
+            in_specs=(P("a", "b"), P("b", None)),
+            out_specs=P("a", None),
+        )
+        return jnp.tanh(inner(jnp.sin(x), w))
+
+    keys = jax.random.split(jax.random.key(0))
+    args = jax.random.normal(keys[0], (512, 256)) / 16, jax.random.normal(keys[1], (256, 256)) / 16
+    plan, _ = check_equal(step, args, mesh)
+    assert plan.args[0][""].spec == P("a", "b")
+    assert "b" in eqshard.axis_names(plan.args[1][""].spec)
+    assert not any("shard_map" in note for note in plan.notes)
+
+
+def test_an_opaque_call_is_whole_or_as_told():
+    def step(x):
+        return jax.pure_callback(lambda y: np.sort(y, axis=1), shape(64, 64), jnp.sin(x)) * 2.0
+
+    mesh = mesh_of("auto", a=8)
+    plan = eqshard.step_plan(step, shape(64, 64), mesh=mesh)
+    assert any("pure_callback" in note for note in plan.notes)
+    told = eqshard.step_plan(step, shape(64, 64), mesh=mesh, rules={"pure_callback": "row - -> row -"})
+    assert not told.notes
+    assert told.args[0][""].spec == P("a")
+    with pytest.raises(eqshard.ShardingError, match=r"the rule 'row -> row' for `pure_callback` does not fit"):
+        eqshard.step_plan(step, shape(64, 64), mesh=mesh, rules={"pure_callback": "row -> row"})

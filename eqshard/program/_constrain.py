@@ -15,7 +15,7 @@ from .._errors import MismatchError
 from .._tree import is_array
 from ._build import inner_jaxpr
 from ._step import StepPlan
-from ._trace import trace, Traced
+from ._trace import scan_parts, trace, Traced
 
 
 def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,8 +111,8 @@ class _Writer:
             new = self.rewritten(params["jaxpr"], (), path)
             return _bind(eqn, ins, params | {"jaxpr": new.jaxpr}) if not new.consts else _bind(eqn, ins, params)
         if name == "scan":
-            first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-            body = self.rewritten(params["jaxpr"].jaxpr, params["jaxpr"].consts, path, range(first, last))
+            first, carried = scan_parts(params)
+            body = self.rewritten(params["jaxpr"].jaxpr, params["jaxpr"].consts, path, range(first, first + carried))
             return _bind(eqn, ins, params | {"jaxpr": body})
         if name == "while":
             body = self.rewritten(params["body_jaxpr"].jaxpr, params["body_jaxpr"].consts, path)

@@ -6,11 +6,19 @@ clusters stand the *operations*: matrix products, convolutions, gathers, and wha
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 Dims = tuple[int, ...]
 """A name, or -1 (always whole), for each dimension."""
+Place = tuple[int, ...]
+"""Where an equation stands: its number, then those inside it."""
+Letters = tuple[int | tuple[int, ...], ...]
+"""A letter of an operation's iteration space for each dimension, several in a fixed layout; -1: must be whole."""
+Pairs = Sequence[tuple[int, int]]
+"""Dimensions of two values that are the same."""
 
 
 @dataclass(slots=True)
@@ -36,17 +44,36 @@ class Op:
     times: float
     sizes: list[int]
     """The size of each letter."""
-    operands: list[tuple[int, tuple[int, ...]]]
-    """Value and its letters; -1 where a dimension must be whole."""
-    outs: list[tuple[int, tuple[int, ...]]]
+    operands: list[tuple[int, Letters]]
+    outs: list[tuple[int, Letters]]
     reduced: frozenset[int]
     """Letters that are summed over: cut, they leave partial sums."""
     flops: float
-    path: tuple[int, ...]
-    """Where the equation stands: its number, then those inside it."""
+    path: Place
     slots: tuple[int, ...]
     """Which operand of the equation each operand is."""
     out_slots: tuple[int, ...]
+    axes: tuple[str, ...] | None = None
+    """If not None, its layout is given, and these are the mesh axes that its letters stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """An equation of a jaxpr as rules see it; scalars are no values, but None."""
+
+    eqn: Any
+    ins: list[int | None]
+    outs: list[int | None]
+    times: float
+    path: Place
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return self.eqn.params
 
 
 @dataclass(slots=True)
@@ -58,7 +85,7 @@ class Move:
     pairs: tuple[tuple[int, int], ...]
     """Dimensions that are the same in both."""
     times: float
-    path: tuple[int, ...]
+    path: Place
     slot: int
     """Which operand of the reader it is; -1 if it stands for no operand."""
 
@@ -81,7 +108,7 @@ class Graph:
     reductions: list[Reduction] = field(default_factory=list)
     traffic: list[tuple[int, float]] = field(default_factory=list)
     """Values made by elementwise work, and how often."""
-    carries: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)
+    carries: list[tuple[Place, int, int]] = field(default_factory=list)
     """Values that loops carry: the loop's place, which carry, the value inside."""
     live: list[dict[int, float]] = field(default_factory=list)
     """Sets of values that must be in memory at one time, where that is most."""
@@ -144,7 +171,10 @@ class Graph:
         if n >= 0:
             self._size[self._root(n)] = 0
 
-    def tie(self, a: int, b: int, pairs: list[tuple[int, int]]) -> bool:
+    def shape(self, v: int) -> tuple[int, ...]:
+        return self.values[v].shape
+
+    def tie(self, a: int, b: int, pairs: Pairs) -> bool:
         """Lets two values lie together, dimension by dimension; False if some value would have one name twice."""
         merges: list[tuple[int, int]] = []
         groups: dict[int, int] = {}
@@ -182,3 +212,27 @@ class Graph:
         if len(self._together[ra]) > 64:
             self._together[ra] = {self._root(t) for t in self._together[ra]}
         self._together[rb] = self._together[ra]
+
+    # What rules say.
+
+    def same(self, a: int | None, b: int | None, skip: Sequence[int] = ()) -> bool:
+        """Ties equal dimensions of two values of one rank; those in `skip` must be whole. False: they cannot be."""
+        if a is None or b is None:
+            return True
+        for d in skip:
+            self.whole(a, int(d))
+            self.whole(b, int(d))
+        equal = [d for d, (n, m) in enumerate(zip(self.shape(a), self.shape(b))) if n == m and d not in skip]
+        return self.tie(a, b, [(d, d) for d in equal])
+
+    def move(self, a: int, b: int, pairs: Pairs | None, times: float, path: Place, slot: int = -1) -> None:
+        """Two values that are one array, or share dimensions, but need not, or cannot, lie together."""
+        pairs = [(d, d) for d in range(len(self.shape(a)))] if pairs is None else pairs
+        self.moves.append(Move(a, b, tuple(pairs), times, path, slot))
+
+    def tied(self, a: int | None, b: int | None, pairs: Pairs | None, times: float, path: Place) -> None:
+        """Lets two values lie together if they can; `pairs` None: all of their dimensions."""
+        if a is None or b is None:
+            return
+        if not (self.same(a, b) if pairs is None else self.tie(a, b, pairs)):
+            self.move(a, b, pairs, times, path)

@@ -17,6 +17,7 @@ from .._tree import did_you_mean, size_text
 from ._build import build
 from ._cost import Machine, State
 from ._fold import fold_alike
+from ._ops import OpRules
 from ._solve import Choice, Layout, own_seconds, Problem, problem, project, require, solve, work
 from ._step import Point, StepPlan
 from ._trace import trace, Traced
@@ -32,6 +33,7 @@ def step_plan(
     mesh: MeshLike,
     max_bytes: int | float | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
+    rules: OpRules | None = None,
     time_limit: int | float = 30.0,
 ) -> StepPlan:
     """Plans a step from its own program: the layouts of its arguments and of the values inside that make it fastest.
@@ -63,6 +65,9 @@ def step_plan(
     - `max_bytes`: what a step may take on each device; by default the memory of `mesh.chip`, if it has one.
     - `fixed`: layouts that are given: the name of an argument, or a regular expression on the paths of leaves, to a
         PartitionSpec (which is cut to the rank of each leaf).
+    - `rules`: for operations that eqshard does not know, such as Pallas and other opaque calls, by the name of their
+        primitive: which dimensions may be cut together, as `"b q d, b k d -> b q d"` (`-`: must be whole), or a
+        function of the equation that gives that, or None. Without a rule they are taken whole, and named in `notes`.
     - `time_limit`: seconds that the solver may take; then the best so far is taken, and its gap said.
 
     **Returns:**
@@ -77,7 +82,7 @@ def step_plan(
     described.size()
     traced = trace(fn, args)
     machine = Machine.of(described)
-    graph, ins, _ = build(traced.jaxpr, traced.kept)
+    graph, ins, _ = build(traced.jaxpr, traced.kept, rules or {})
     said = _fixed(fn, traced, fixed or {}, described)
     anchored = {graph.cluster(v): _as_layout(said[i], graph.dims(v), machine)
                 for i, v in enumerate(ins) if v is not None and i in said}  # fmt: skip

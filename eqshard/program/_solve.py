@@ -9,7 +9,7 @@ import numpy as np
 
 from ._cost import Machine, State
 from ._fold import Fold
-from ._graph import Graph, Move, Op
+from ._graph import Graph, Letters, Move, Op
 
 
 Layout = tuple[int, ...]
@@ -55,6 +55,8 @@ def layouts_of(graph: Graph, machine: Machine, cluster: int, names: list[int], m
 
 
 def ways_of(op: Op, machine: Machine) -> list[tuple[int, ...]]:
+    if op.axes is not None:
+        return [tuple(op.axes.index(name) if name in op.axes else -1 for name in machine.names)]
     found = []
     for way in itertools.product(range(-1, len(op.sizes)), repeat=len(machine.sizes)):
         cut: dict[int, int] = {}
@@ -71,9 +73,10 @@ def project(layout: Layout, dims: tuple[int, ...]) -> State:
     return tuple(dims.index(name) if name >= 0 and name in dims else -1 for name in layout)
 
 
-def require(way: tuple[int, ...], letters: tuple[int, ...]) -> State:
+def require(way: tuple[int, ...], letters: Letters) -> State:
     """What an operation's way is for one of its values."""
-    return tuple(letters.index(x) if x >= 0 and x in letters else -1 for x in way)
+    where = {x: d for d, entry in enumerate(letters) for x in (entry if isinstance(entry, tuple) else (entry,))}
+    return tuple(where.get(x, -1) if x >= 0 else -1 for x in way)
 
 
 def partial(way: tuple[int, ...], op: Op) -> tuple[bool, ...]:
@@ -84,6 +87,8 @@ def work(op: Op, way: tuple[int, ...], graph: Graph, machine: Machine) -> float:
     """Seconds of an operation's own work, on one device, once."""
     if op.kind == "opaque":
         return 0.0
+    if op.axes is not None:
+        return machine.compute(op.flops, 0.0)
     pieces = math.prod(n for n, x in zip(machine.sizes, way) if x >= 0)
     nbytes = sum(graph.values[v].nbytes / machine.factor(require(way, letters)) for v, letters in op.operands + op.outs)
     return machine.compute(op.flops / pieces, nbytes)

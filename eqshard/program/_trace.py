@@ -109,6 +109,14 @@ def _outline(jaxpr: Any) -> list[Any]:
     return lines
 
 
+def scan_parts(params: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried; jax 0.12 says it in another way."""
+    if "ft_in" in params:
+        consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
+        return consts, carry
+    return params["num_consts"], params["num_carry"]
+
+
 def jaxprs_in(param: Any) -> list[Any]:
     """The jaxprs that a parameter of an equation holds."""
     if hasattr(param, "jaxpr") and hasattr(param, "consts"):
