@@ -3,8 +3,6 @@
 import importlib
 from typing import Any, TYPE_CHECKING
 
-from ._agree import check_processes as check_processes
-from ._analyze import Analysis as Analysis, analyze as analyze, AxisUse as AxisUse, LeafBytes as LeafBytes
 from ._apply import apply as apply, constrain_to as constrain_to
 from ._auto import (
     auto_plan as auto_plan,
@@ -13,11 +11,7 @@ from ._auto import (
     MIN_BYTES as MIN_BYTES,
 )
 from ._axes import PartitionAxis as PartitionAxis
-from ._batch import shard_batch as shard_batch
-from ._check import validate as validate
 from ._chip import Chip as Chip, CHIPS as CHIPS
-from ._convert import convert_plan as convert_plan
-from ._diff import Diff as Diff, diff as diff, Move as Move
 from ._errors import (
     DuplicateAxisError as DuplicateAxisError,
     FormatError as FormatError,
@@ -29,7 +23,6 @@ from ._errors import (
     ShardingError as ShardingError,
     UnknownAxisError as UnknownAxisError,
 )
-from ._explain import explain as explain
 from ._fsdp import fsdp_plan as fsdp_plan
 from ._gather import (
     gather as gather,
@@ -79,19 +72,9 @@ from ._names import (
     TP as TP,
     VOCAB as VOCAB,
 )
-from ._parallel import parallel_map as parallel_map
 from ._plan import LeafPlan as LeafPlan, replicated_plan as replicated_plan, ShardingPlan as ShardingPlan
-from ._prefetch import prefetch as prefetch
-from ._presets import tp_rules as tp_rules
 from ._rule_text import parse_rules as parse_rules
 from ._rules import rule_plan as rule_plan
-from ._shard_info import (
-    batch_statistics as batch_statistics,
-    ShardedLeaf as ShardedLeaf,
-    ShardInfo as ShardInfo,
-    ShardStats as ShardStats,
-)
-from ._share import process_share as process_share, process_slice as process_slice, Share as Share
 from ._spec import (
     axis_names as axis_names,
     canonical as canonical,
@@ -110,7 +93,24 @@ from ._use import sequenced as sequenced, use as use
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint, compiler as compiler, program as program
+    from ._agree import check_processes as check_processes
+    from ._analyze import Analysis as Analysis, analyze as analyze, AxisUse as AxisUse, LeafBytes as LeafBytes
+    from ._batch import shard_batch as shard_batch
+    from ._check import validate as validate
+    from ._convert import convert_plan as convert_plan
+    from ._diff import Diff as Diff, diff as diff, Move as Move
+    from ._explain import explain as explain
+    from ._parallel import parallel_map as parallel_map
+    from ._prefetch import prefetch as prefetch
+    from ._presets import tp_rules as tp_rules
     from ._report import report as report, visualize_leaf as visualize_leaf
+    from ._shard_info import (
+        batch_statistics as batch_statistics,
+        ShardedLeaf as ShardedLeaf,
+        ShardInfo as ShardInfo,
+        ShardStats as ShardStats,
+    )
+    from ._share import process_share as process_share, process_slice as process_slice, Share as Share
     from .compiler import (
         Collective as Collective,
         collectives as collectives,
@@ -128,6 +128,18 @@ __version__ = "0.1.0"
 # What most programs do not need is imported when it is first asked for: `import eqshard` takes little more time than
 # `import equinox`.
 _LATER = {
+    "_agree": "check_processes",
+    "_analyze": "Analysis analyze AxisUse LeafBytes",
+    "_batch": "shard_batch",
+    "_check": "validate",
+    "_convert": "convert_plan",
+    "_diff": "Diff diff Move",
+    "_explain": "explain",
+    "_parallel": "parallel_map",
+    "_prefetch": "prefetch",
+    "_presets": "tp_rules",
+    "_shard_info": "batch_statistics ShardedLeaf ShardInfo ShardStats",
+    "_share": "process_share process_slice Share",
     "_report": "report visualize_leaf",
     "checkpoint": "",
     "compiler": "Collective collectives compile_report compile_reports CompileReport Program TargetError",

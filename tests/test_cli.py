@@ -208,10 +208,10 @@ def test_check(plans, tmp_path):
     assert data == {"ok": True, "issues": []}
     code, out, _ = plans("check b.json")
     assert code == 0 and "info unused_axis" in out and "2 infos" in out
-    plans("plan my_model.py:SHAPES --mesh fsdp=4 --how replicated --json c.json")
+    plans("plan my_model.py:huge --mesh fsdp=4 --how replicated --chip v5e --json c.json")
     assert plans("check c.json")[0] == 0
     code, out, _ = plans("check c.json --strict")
-    assert code == 1 and "warning large_replicated" in out
+    assert code == 1 and "warning over_memory" in out
 
 
 def test_check_of_what_is_wrong(plans, tmp_path):

@@ -53,7 +53,7 @@ def add_commands(commands: Commands) -> None:
     look = commands.add(
         "inspect",
         "say what a checkpoint holds, and how it lies",
-        "Reads the index alone, no array: of eqshard, Orbax and eformer checkpoints, and of\nsafetensors files.",
+        "Reads the index alone, no array: of eqshard, Orbax, eformer, or safetensors.",
         "  eqshard inspect runs/7b --step 1000",
         _inspect,
     )
