@@ -15,8 +15,8 @@ from ._errors import MismatchError, ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._names import Mode
 from ._pad import padded, rows_sharding
-from ._put import is_global, is_here, is_key, put_all
-from ._rows import batch_rows, DEFAULT_NAMES, Known, Layout, Row, types_of
+from ._put import from_part, is_global, is_here, is_key, put_all
+from ._rows import batch_rows, DEFAULT_NAMES, known, Layout, Row, types_of
 from ._shard_info import ShardedLeaf, ShardInfo
 from ._tree import dtype_name, shown, type_text
 
@@ -98,7 +98,7 @@ def place_batch(
     leaves, treedef = jtu.tree_flatten(batch)
     alone = jax.process_count() == 1
     local = local and not alone
-    how = Known(mesh), Layout.key(spec_or_axes), DEFAULT_NAMES if names is None else Known(names), mode
+    how = known(mesh), Layout.key(spec_or_axes), DEFAULT_NAMES if names is None else known(names), mode
     given = types_of(leaves, local)
     lies = batch_rows(treedef, given, *how, pad is None)
     mask = None
@@ -117,7 +117,7 @@ def place_batch(
 
 
 def place_leaves(leaves: list[Any], lies: tuple[Row | None, ...], local: bool, channel: str | None) -> list[Any]:
-    """The leaves in their places: one call of JAX for all."""
+    """The leaves in their places."""
     out = list(leaves)
     moved: list[tuple[int, Row]] = []
     arrays: list[Any] = []
@@ -139,31 +139,22 @@ def place_leaves(leaves: list[Any], lies: tuple[Row | None, ...], local: bool, c
         return out
     if channel is not None:
         _check_same(arrays, moved, channel)
-    placed = _from_parts(arrays, moved) if local else put_all(arrays, [row.sharding for _, row in moved])
+    if local:
+        placed = [_from_part(x, row) for x, (_, row) in zip(arrays, moved)]
+    else:
+        placed = put_all(arrays, [row.sharding for _, row in moved])
     staged = isinstance(placed[0], Tracer)  # constants in a traced function
     for (i, row), x in zip(moved, placed):
         out[i] = constrain_to(x, row.spec, row.sharding.mesh) if staged else x
     return out
 
 
-def _from_parts(arrays: list[Any], moved: list[tuple[int, Row]]) -> list[Any]:
-    """Global arrays from this process's parts of them; those that are global already just move."""
-    lies = [row for _, row in moved]
-    if all(type(x) is np.ndarray for x in arrays):
-        return _made(arrays, lies)
-    return [_from_part(x, row) for x, row in zip(arrays, lies)]
-
-
-def _made(parts: list[Any], lies: list[Row]) -> list[Any]:
-    shardings, wholes = [row.sharding for row in lies], [row.whole for row in lies]
-    return jax.make_array_from_process_local_data(shardings, parts, wholes)
-
-
 def _from_part(x: Any, row: Row) -> Any:
+    """A global array from this process's part of it; one that is global already just moves."""
     if is_global(x):
         return put_all([x], [row.sharding])[0]
     if not is_key(x):
-        return _made([np.asarray(x)], [row])[0]
+        return from_part(np.asarray(x), row.sharding, row.whole)
     data = np.asarray(jax.random.key_data(x))
     made = jax.make_array_from_process_local_data(row.sharding, data, (*row.whole, data.shape[-1]))
     return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
@@ -183,13 +174,8 @@ def _exact(x: np.ndarray, path: str) -> np.ndarray:
     if target == x.dtype:
         return x
     if x.dtype.kind in "iu":
-        limits = np.iinfo(target)
-        if x.size and not _is_small(x, limits.max) and (x.min() < limits.min or x.max() > limits.max):
-            wrong = x.max() if x.max() > limits.max else x.min()
-            raise MismatchError(
-                f"{shown(path)} is {x.dtype} and holds {wrong}, which does not fit the {target} that JAX would make of "
-                'it. Call `jax.config.update("jax_enable_x64", True)`, or map the values to smaller ones.'
-            )
+        if not _is_small(x):
+            _check_fits(x, target, path)
         return x.astype(target)
     try:
         with np.errstate(over="raise"):
@@ -200,9 +186,20 @@ def _exact(x: np.ndarray, path: str) -> np.ndarray:
         ) from None
 
 
-def _is_small(x: np.ndarray, most: int) -> bool:
-    """Whether no number is negative or over `most`, found in one pass: read as unsigned, negative ones are large."""
-    return bool(x.view(np.uint64).max() <= most)
+def _is_small(x: np.ndarray) -> bool:
+    """Whether all integers have but the lowest 31 bits set, found in one pass; mostly so, and then they fit."""
+    return 0 <= int(np.bitwise_or.reduce(x, axis=None)) < 2**31
+
+
+def _check_fits(x: np.ndarray, target: np.dtype, path: str) -> None:
+    limits = np.iinfo(target)
+    least, most = int(x.min()), int(x.max())
+    if least < limits.min or most > limits.max:
+        raise MismatchError(
+            f"{shown(path)} is {x.dtype} and holds {most if most > limits.max else least}, which does not fit the "
+            f'{target} that JAX would make of it. Call `jax.config.update("jax_enable_x64", True)`, or map the values '
+            "to smaller ones."
+        )
 
 
 def _check_same(arrays: list[Any], moved: list[tuple[int, Row]], channel: str) -> None:

@@ -18,7 +18,7 @@ from ._logical import logical_spec, STANDARD_NAMES
 from ._mesh import MeshLike, MeshSpec
 from ._names import LogicalAxes, Mode
 from ._plan import leaf_plan, match, named_shardings, ShardingPlan
-from ._put import _tracing as is_tracing
+from ._put import is_tracing
 from ._spec import UNCONSTRAINED
 from ._stray import check_devices
 from ._tree import array_leaves

@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -16,7 +17,7 @@ from ._gather import replicate
 from ._mesh import MeshLike
 from ._names import Mode
 from ._rest import Rest, split, split_leaves
-from ._rows import batch_rows, DEFAULT_NAMES, Known, Layout, types_of
+from ._rows import batch_rows, DEFAULT_NAMES, Known, known, Layout, types_of
 
 
 def parallel_map(
@@ -59,50 +60,85 @@ def parallel_map(
 
     - `ShardingError`: `batch` does not fit `in_spec`, or the results do not fit `out_spec`.
     """
-    how = Known(mesh), Layout.key(in_spec), DEFAULT_NAMES if names is None else Known(names), mode
     leaves, treedef = jtu.tree_flatten(batch)
+    said = in_spec if type(in_spec) is PartitionSpec else Layout.of(in_spec)
+    out = None if out_spec is None else Layout.key(out_spec)
+    how = known(mesh), said, DEFAULT_NAMES if names is None else known(names), mode
+    try:  # the shortest way to a second call: a function, and arrays that have their places
+        places = [x.aval for x in leaves] + [x.sharding for x in leaves]
+    except AttributeError:
+        places = []
+    if places and type(fn) is FunctionType:
+        run = _ready(fn, out, *how, treedef, *places)
+        if run is not None:
+            return _joined(run((), batch))
     lies = batch_rows(treedef, types_of(leaves, False), *how)
     placed = place_leaves(leaves, lies, False, "batch" if jax.process_count() > 1 else None)
     arrays, rest = split_leaves(placed, [row is not None for row in lies], treedef)
     if not arrays:
         raise ShardingError("`parallel_map` needs an array in the batch: without one there are no pieces.")
     constants, function = split(fn)
-    run = _program(function, rest, Known(lies), how[1] if out_spec is None else Layout.key(out_spec), *how[2:])
     if constants:
         constants = replicate(constants, next(row.sharding.mesh for row in lies if row is not None))
-    results, returned = run(constants, arrays)
-    return returned.join(results)
+    run = _program(function, rest, known(lies), said if out is None else out, *how[2:])
+    return _joined(run(tuple(constants), rest.join(arrays) if len(arrays) == len(leaves) else arrays))
+
+
+class _Mixed(NamedTuple):
+    """Results of which some are no arrays."""
+
+    arrays: list[Any]
+    rest: Rest
+
+
+def _joined(results: Any) -> PyTree[Any]:
+    return results.rest.join(results.arrays) if type(results) is _Mixed else results
 
 
 @functools.lru_cache(maxsize=256)
-def _program(
-    function: Rest, rest: Rest, lies: Known, out: Any, names: Known, mode: Any
-) -> Callable[[list[Any], list[Any]], tuple[list[Any], Rest]]:
+def _ready(
+    fn: FunctionType, out: Any, mesh: Known, said: Any, names: Known, mode: Any, treedef: Any, *types_and_shardings: Any
+) -> Callable[..., Any] | None:
+    """The compiled map for a batch that is all arrays, if each of them lies where it must."""
+    n = treedef.num_leaves
+    types, shardings = types_and_shardings[:n], types_and_shardings[n:]
+    lies = batch_rows(treedef, tuple([(t.shape, t.dtype, False) for t in types]), mesh, said, names, mode)
+    if any(row is None or row.sharding != sharding for row, sharding in zip(lies, shardings)):
+        return None
+    rest = split_leaves(list(types), [True] * n, treedef)[1]
+    return _program(split(fn)[1], rest, known(lies), said if out is None else out, names, mode)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(function: Rest, rest: Rest, lies: Known, out: Any, names: Known, mode: Any) -> Callable[..., Any]:
     """The compiled map; made once for a function, the types of a batch and its leaves that are no arrays."""
-    rows = [row for row in lies.value if row is not None]
+    rows = [row for row in lies() if row is not None]
     mesh = rows[0].sharding.mesh
     in_specs = PartitionSpec(), [row.spec for row in rows]
 
     @jax.jit
-    def run(constants: list[Any], arrays: list[Any]) -> tuple[list[Any], Rest]:
-        seen: list[tuple[Rest, list[Any]]] = []
+    def run(constants: tuple[Any, ...], batch: PyTree[Any]) -> PyTree[Any]:
+        seen: list[tuple[Rest, PyTree[Any]]] = []
+        arrays = jtu.tree_leaves(batch)
 
         # Traced by the first of the two passes below; the second finds it in jit's cache.
         @functools.partial(jax.jit, inline=True)
-        def piece(constants: list[Any], arrays: list[Any]) -> list[Any]:
-            results, returned = split(function.join(constants)(rest.join(arrays)))
-            seen.append((returned, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]))
+        def piece(constants: tuple[Any, ...], arrays: list[Any]) -> list[Any]:
+            results, returned = split(function.join(list(constants))(rest.join(arrays)))
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+            seen.append((returned, returned.join(shapes)))
             return results
 
-        def look(constants: list[Any], arrays: list[Any]) -> tuple[()]:
+        def look(constants: tuple[Any, ...], arrays: list[Any]) -> tuple[()]:
             piece(constants, arrays)
             return ()
 
         jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=in_specs, out_specs=()), constants, arrays)
         returned, shapes = seen[0]
-        leaves, treedef = jtu.tree_flatten(returned.join(shapes))
-        lie = batch_rows(treedef, types_of(leaves, False), Known(mesh), out, names, mode, False)
+        leaves, treedef = jtu.tree_flatten(shapes)
+        lie = batch_rows(treedef, types_of(leaves, False), known(mesh), out, names, mode, False)
         out_specs = [row.spec for row in lie if row is not None]
-        return jax.shard_map(piece, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(constants, arrays), returned
+        results = jax.shard_map(piece, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(constants, arrays)
+        return returned.join(results) if len(results) == len(leaves) else _Mixed(results, returned)
 
     return run

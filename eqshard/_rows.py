@@ -1,6 +1,8 @@
 """How each leaf of a batch lies, from a spec, logical names, a tree of these or a plan; once for each type of batch."""
 
 import functools
+from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,22 +22,23 @@ from ._spec import canonical, check, entry_axes, misfits, spec_text, UNCONSTRAIN
 from ._tree import is_array, path_name, shown, type_text
 
 
-class Known:
-    """A value that never changes, known by identity: dear to hash, and mostly the same object each time."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Known and self.value is other.value
+Known = Callable[[], Any]
 
 
-DEFAULT_NAMES = Known(PartitionAxis())
+def known(value: Any) -> Known:
+    """A value that never changes, known by identity: dear to hash, and mostly the same object each time.
+
+    A bound method: made, hashed and compared by what it is bound to, all without a line of Python. Call it for the
+    value.
+    """
+    return MethodType(_itself, value)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+DEFAULT_NAMES = known(PartitionAxis())
 
 
 class Type(NamedTuple):
@@ -91,7 +94,7 @@ class Layout(NamedTuple):
         if isinstance(x, PartitionSpec):
             return cls((x,), _LEAF, None)
         if isinstance(x, ShardingPlan):
-            return cls((), None, Known(x))
+            return cls((), None, known(x))
         leaves, treedef = jtu.tree_flatten(x, is_leaf=_is_layout)
         for leaf in leaves:
             if not _is_layout(leaf):
@@ -147,16 +150,16 @@ def batch_rows(
     mode: Mode | str | int | None,
     fits: bool = True,
 ) -> tuple[Row | None, ...]:
-    """How each leaf of a batch lies, on a mesh and by names that are `Known`; checked, if `fits`, that it divides.
+    """How each leaf of a batch lies, on a mesh and by names that are `known`; checked, if `fits`, that it divides.
 
     `said_of_all` is a PartitionSpec, or else a `Layout`.
     """
     layout = Layout.of(said_of_all) if isinstance(said_of_all, PartitionSpec) else said_of_all
     types = [None if t is None else Type(*t) for t in bare_types]
-    described = MeshSpec.of(mesh.value)
+    described = MeshSpec.of(mesh())
     numbered = jtu.tree_unflatten(treedef, list(range(treedef.num_leaves)))
     paths = [path_name(path) for path, _ in jtu.tree_flatten_with_path(numbered)[0]]
-    plan = layout.plan.value if layout.plan is not None else None
+    plan = layout.plan() if layout.plan is not None else None
     if plan is not None:
         if plan.mesh.shape != described.shape:
             raise MeshError(f"the plan is for {plan.mesh}, not for the mesh {described}.")
@@ -164,10 +167,10 @@ def batch_rows(
         built = plan.build()
     else:
         said = broadcast(layout.leaves, layout.treedef, treedef, "the layout")
-        built = mesh.value if isinstance(mesh.value, Mesh) else described.build()
+        built = mesh() if isinstance(mesh(), Mesh) else described.build()
         described = MeshSpec.of(built)
     rows = [
-        None if t is None else _row(path, t, s, built, described, names.value, mode)
+        None if t is None else _row(path, t, s, built, described, names(), mode)
         for path, t, s in zip(paths, types, said)
     ]
     for row, t, s in zip(rows, types, said):

@@ -111,6 +111,28 @@ def test_integers_never_change(m24):
         assert eqshard.shard_batch(np.array([2**40, 1]), m24, P("dp")).tolist() == [2**40, 1]
 
 
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-(2**31) - 2, 2**31 + 1), min_size=1, max_size=4))
+def test_an_integer_is_kept_or_refused(values):
+    given = np.array(values * 2, "int64")
+    fits = all(-(2**31) <= v < 2**31 for v in values)
+    for x in (given, np.stack([given, given], axis=1)[:, 0]):  # also where it is not contiguous
+        if fits:
+            assert eqshard.shard_batch(x, MeshSpec(dp=2, tp=4), P("dp")).tolist() == values * 2
+        else:
+            with pytest.raises(eqshard.MismatchError, match="does not fit the int32"):
+                eqshard.shard_batch(x, MeshSpec(dp=2, tp=4), P("dp"))
+
+
+def test_a_transfer_that_was_asked_for(m24):
+    """To place a batch is to move it: JAX's guard against moves that nobody asked for lets it pass."""
+    given = {"x": np.ones((8, 2), "float32"), "n": np.ones((), "int32"), "y": jnp.ones(8)}
+    with jax.transfer_guard_host_to_device("disallow"):
+        placed = eqshard.shard_batch(given, m24, P("dp"))
+    assert_same(placed, jax.tree.map(np.asarray, given))
+    with jax.transfer_guard_host_to_device("disallow_explicit"), pytest.raises(jax.errors.JaxRuntimeError):
+        eqshard.shard_batch(given, m24, P("dp"))
+
+
 def test_floats_are_narrowed_unless_they_overflow(m24):
     assert eqshard.shard_batch(np.array([0.1, np.inf]), m24, P("dp")).tolist() == [float(np.float32(0.1)), np.inf]
     with pytest.raises(eqshard.MismatchError, match="beyond the largest float32"):

@@ -48,6 +48,26 @@ def test_traced_once(m24):
     assert traced == ["a", "b", "b"]
 
 
+def test_traced_once_wherever_the_arrays_are(m24):
+    """Arrays that have their places take a shorter way: to the same program."""
+    traced = []
+
+    def fn(b):
+        traced.append(b["x"].shape)
+        return {"y": b["x"].sum(axis=1), "n": b["n"] + 1}
+
+    host = {"x": np.arange(16, dtype="float32").reshape(8, 2), "n": np.ones((), "int32")}
+    placed = eqshard.shard_batch(host, m24, P("dp"))
+    elsewhere = eqshard.shard_batch(host, m24, P(("dp", "tp")))
+    for batch in (host, placed, elsewhere, placed):
+        found = eqshard.parallel_map(fn, batch, m24, P("dp"))
+        assert np.array_equal(found["y"], host["x"].sum(axis=1)) and found["n"] == 2
+        assert eqshard.specs_of(found) == {"y": P("dp"), "n": P()}
+    assert traced == [(4, 2)]
+    whole = eqshard.parallel_map(fn, placed, m24, P("dp"), {"y": P("dp"), "n": None})
+    assert eqshard.specs_of(whole)["y"] == P("dp") and len(traced) == 2  # another layout, another program
+
+
 def test_a_module_as_function_and_in_the_batch(m24):
     model = mlp(4, 2, 8, 1)
 
