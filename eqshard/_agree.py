@@ -10,21 +10,20 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed  # the coordinator's key-value store; JAX has no public way to it
-from jaxtyping import PyTree
 
 from ._errors import ProcessError
 from ._layout import spec_of
 from ._plan import ShardingPlan
 from ._put import is_key
 from ._spec import spec_text
-from ._tree import array_leaves, dtype_name, some, type_text
+from ._tree import array_leaves, dtype_name, some, Tree, type_text
 from ._value import digest, Value
 
 
 _MOST = 1_000_000  # bytes of details that a process publishes
 
 
-def check_processes(x: ShardingPlan | Value | PyTree[Any], *, timeout: float | int = 30.0) -> None:
+def check_processes(x: ShardingPlan | Value | Tree, *, timeout: float | int = 30.0) -> None:
     """Raises, in every process, unless all processes hold the same plan, mesh, names, or tree of arrays.
 
     To be called once by every process, before the first step: programs that differ wait for each other for ever.

@@ -9,7 +9,6 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from ._apply import _keep
 from ._kinds import Kind, kinds
@@ -18,7 +17,7 @@ from ._mesh import MeshSpec
 from ._pieces import boxes, device_count, factors
 from ._plan import ShardingPlan
 from ._spec import entries, spec_text, UNCONSTRAINED
-from ._tree import array_leaves, size_text
+from ._tree import array_leaves, size_text, Tree
 from ._value import header, Value
 
 
@@ -136,7 +135,7 @@ class Analysis(Value):
         }
 
 
-def analyze(plan: ShardingPlan, tree: PyTree[Any] = None) -> Analysis:
+def analyze(plan: ShardingPlan, tree: Tree = None) -> Analysis:
     """The bytes that each device holds under a plan, and what they are.
 
     The numbers are those of `array.addressable_shards` after `apply`. A dimension that is UNCONSTRAINED counts whole.
@@ -177,7 +176,7 @@ def analyze(plan: ShardingPlan, tree: PyTree[Any] = None) -> Analysis:
     )
 
 
-def _settled(plan: ShardingPlan, tree: PyTree[Any]) -> ShardingPlan:
+def _settled(plan: ShardingPlan, tree: Tree) -> ShardingPlan:
     """The rows that `apply` would give memory of their own, with layouts as they would come out."""
     seen: set[tuple[int, Any]] = set()
     rows: list[LeafPlan] = []

@@ -9,7 +9,6 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
-from jaxtyping import PyTree
 
 from ._errors import MeshError, MismatchError, ShardingError
 from ._match import loose_rows
@@ -17,10 +16,10 @@ from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, match, named_shardings, ShardingPlan
 from ._put import is_key, put_all
 from ._spec import canonical, check, entries, entry_axes, fit_spec, spec_text, UNCONSTRAINED
-from ._tree import dtype_name, manual_axes, shown
+from ._tree import dtype_name, manual_axes, shown, Tree
 
 
-def apply(plan: ShardingPlan, tree: PyTree[Any], *, donate: bool = False) -> PyTree[Any]:
+def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
     """Lays `tree` out as `plan` says, at rest.
 
     The same call everywhere. Eagerly, arrays (numpy too) move with one `jax.device_put`, and those that already lie

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from ._errors import ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spread import Names, Places, spec_of, spread, Units, units_of
-from ._tree import dtype_name, is_array, itemsize, named_leaves, size_text
+from ._tree import dtype_name, is_array, itemsize, named_leaves, size_text, Tree
 
 
 MIN_BYTES = 2**16
@@ -80,7 +79,7 @@ def auto_sharding(
 
 
 def auto_plan(
-    tree: PyTree[Any],
+    tree: Tree,
     mesh: MeshLike,
     *,
     names: Names | None = None,
@@ -108,7 +107,7 @@ def auto_plan(
     return plan_leaves(tree, described, row)
 
 
-def plan_leaves(tree: PyTree[Any], mesh: MeshSpec, row: Row) -> ShardingPlan:
+def plan_leaves(tree: Tree, mesh: MeshSpec, row: Row) -> ShardingPlan:
     """A plan with a row for each array leaf of `tree`."""
     names: dict[Any, str] = {}
     rows = []

@@ -126,7 +126,7 @@ class PartitionAxis(Value):
     given: tuple[str, ...] = eqx.field(static=True, init=False)
     """Fields that were told rather than derived."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         given = []
         for name in _field_names():  # a source stands before what follows it
             told = getattr(self, name)

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from ._advice import advice, LARGE_BYTES, SMALL_BYTES, strays
 from ._errors import DuplicateAxisError, IndivisibleError, MeshError, RankError, ShardingError, UnknownAxisError
@@ -18,12 +17,12 @@ from ._match import local_shape
 from ._mesh import MeshSpec
 from ._plan import ShardingPlan
 from ._spec import check, UNCONSTRAINED
-from ._tree import array_leaves, did_you_mean, dtype_name, is_dtype_name, type_text
+from ._tree import array_leaves, did_you_mean, dtype_name, is_dtype_name, Tree, type_text
 
 
 def validate(
     plan: ShardingPlan,
-    tree: PyTree[Any] = None,
+    tree: Tree = None,
     *,
     small_bytes: int = SMALL_BYTES,
     large_bytes: int = LARGE_BYTES,

@@ -23,7 +23,9 @@ class Placement:
     """
 
     def __init__(self, platform: str, ids: tuple[int, ...], devices: tuple[Device, ...] | None = None):
-        self.platform, self.ids, self._devices = platform, ids, devices
+        self.platform: str = platform
+        self.ids: tuple[int, ...] = ids
+        self._devices = devices
 
     @classmethod
     def of(cls, devices: Sequence[Device]) -> "Placement":

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
 
 from ._auto import MIN_BYTES, plan_leaves, stays_whole
 from ._errors import DuplicateAxisError, MismatchError, ShardingError
@@ -13,11 +12,11 @@ from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spec import canonical, check, entry_axes, spec_text, UNCONSTRAINED
 from ._spread import Unit, units_of
-from ._tree import shown, type_text
+from ._tree import shown, Tree, type_text
 
 
 def fsdp_plan(
-    tree: PyTree[Any],
+    tree: Tree,
     mesh: MeshLike,
     axis: str | Sequence[str] = "fsdp",
     *,

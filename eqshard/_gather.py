@@ -8,17 +8,16 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from ._apply import apply
 from ._errors import ShardingError
 from ._mesh import MeshLike
 from ._plan import LeafPlan, replicated_plan, ShardingPlan
 from ._put import fetch, is_here, is_key
-from ._tree import array_leaves, shown
+from ._tree import array_leaves, shown, Tree
 
 
-def replicate(tree: PyTree[Any], mesh: MeshLike) -> PyTree[Any]:
+def replicate(tree: Tree, mesh: MeshLike) -> Tree:
     """Puts every array leaf of `tree` whole on every device of `mesh`, with one `jax.device_put`.
 
     ```python
@@ -30,7 +29,7 @@ def replicate(tree: PyTree[Any], mesh: MeshLike) -> PyTree[Any]:
     return apply(replicated_plan(tree, mesh), tree)
 
 
-def gather(tree: PyTree[Any], *, to: Literal["all"] | int | None = None) -> PyTree[Any]:
+def gather(tree: Tree, *, to: Literal["all"] | int | None = None) -> Tree:
     """Brings every array leaf of `tree` whole to the host, as numpy.
 
     Typed PRNG keys, which numpy cannot hold, become arrays on one device. `jax.ShapeDtypeStruct`s lose their sharding.

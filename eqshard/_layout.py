@@ -5,16 +5,15 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from ._errors import MeshError, ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spec import canonical, UNCONSTRAINED
-from ._tree import array_leaves, dtype_name, map_arrays
+from ._tree import array_leaves, dtype_name, map_arrays, Tree
 
 
-def shardings_of(tree: PyTree[Any]) -> PyTree[Any]:
+def shardings_of(tree: Tree) -> Tree:
     """The sharding of each array leaf, in a tree like `eqx.filter(tree, eqshard.is_array)`.
 
     A tracer has the sharding of its type; numpy arrays, and structs without one, have None.
@@ -32,7 +31,7 @@ def _sharding_of(x: Any) -> Any:
     return jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
 
 
-def specs_of(tree: PyTree[Any]) -> PyTree[Any]:
+def specs_of(tree: Tree) -> Tree:
     """The PartitionSpec of each array leaf, in a tree like `eqx.filter(tree, eqshard.is_array)`.
 
     Arrays on one device, numpy arrays, and structs without a sharding are whole: `P()`. Of a tracer on Auto axes only
@@ -62,7 +61,7 @@ def spec_of(x: Any) -> PartitionSpec:
     return spec
 
 
-def plan_of(tree: PyTree[Any], mesh: MeshLike | None = None) -> ShardingPlan:
+def plan_of(tree: Tree, mesh: MeshLike | None = None) -> ShardingPlan:
     """The plan that `tree` lies by now: `apply(plan_of(tree), tree)` moves nothing.
 
     ```python

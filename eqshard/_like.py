@@ -10,16 +10,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
 
 from ._auto import plan_leaves
 from ._errors import MismatchError
 from ._plan import LeafPlan, ShardingPlan
 from ._spec import canonical, UNCONSTRAINED
-from ._tree import array_leaves, dtype_name, path_name
+from ._tree import array_leaves, dtype_name, path_name, Tree
 
 
-def plan_like(plan: ShardingPlan, like: Callable[[Any], PyTree[Any]] | PyTree[Any]) -> ShardingPlan:
+def plan_like(plan: ShardingPlan, like: Callable[[Any], Tree] | Tree) -> ShardingPlan:
     """The plan of a tree that holds things shaped like the parameters of `plan`.
 
     A leaf follows the parameter whose path its own path ends with: Adam's `[0].mu.embed.weight` lies as
@@ -57,7 +56,7 @@ def _is_function(like: Any) -> bool:
     return callable(like) and (hasattr(like, "__func__") or not array_leaves(like))
 
 
-def _from_function(plan: ShardingPlan, init: Callable[[Any], PyTree[Any]]) -> ShardingPlan:
+def _from_function(plan: ShardingPlan, init: Callable[[Any], Tree]) -> ShardingPlan:
     params = {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for leaf in plan
@@ -82,7 +81,7 @@ def _from_function(plan: ShardingPlan, init: Callable[[Any], PyTree[Any]]) -> Sh
     return ShardingPlan(plan.mesh, rows)
 
 
-def _from_tree(plan: ShardingPlan, tree: PyTree[Any]) -> ShardingPlan:
+def _from_tree(plan: ShardingPlan, tree: Tree) -> ShardingPlan:
     by_path = {leaf.path: leaf for leaf in plan}
 
     def row(path: str, shape: tuple[int, ...], dtype: str) -> LeafPlan:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from ._apply import apply
 from ._axes import _field_names, PartitionAxis
@@ -13,7 +12,7 @@ from ._mesh import MeshLike, MeshSpec
 from ._names import flat, LogicalAxes, Mode
 from ._plan import leaf_plan, LeafPlan, ShardingPlan
 from ._spec import canonical, entry_axes
-from ._tree import array_leaves, manual_axes, shown
+from ._tree import array_leaves, manual_axes, shown, Tree
 
 
 STANDARD_NAMES = PartitionAxis()
@@ -88,14 +87,14 @@ def logical_sharding(
 
 
 def shard(
-    x: PyTree[Any],
+    x: Tree,
     axes: Sequence[Any] | LogicalAxes,
     mesh: MeshLike,
     names: PartitionAxis = STANDARD_NAMES,
     mode: Mode | str | int | None = None,
     *,
     strict: bool = True,
-) -> PyTree[Any]:
+) -> Tree:
     """Lays an array, or every array of a tree, out by logical axis names: for activations inside a step.
 
     ```python

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax.tree_util as jtu
-from jaxtyping import PyTree
 
 from ._axes import PartitionAxis
 from ._errors import MismatchError, ShardingError
@@ -12,14 +11,14 @@ from ._mesh import MeshLike, MeshSpec
 from ._names import LogicalAxes, Mode
 from ._patterns import check_unused, check_unused_word, first_match, read_rules
 from ._plan import ShardingPlan
-from ._tree import array_leaves, is_array, path_name, shown, some
+from ._tree import array_leaves, is_array, path_name, shown, some, Tree
 from ._value import short
 
 
 def logical_plan(
-    tree: PyTree[Any],
+    tree: Tree,
     mesh: MeshLike,
-    axes: PyTree[Any],
+    axes: Tree,
     names: PartitionAxis = STANDARD_NAMES,
     mode: Mode | str | int | None = None,
     *,

@@ -4,7 +4,6 @@ import math
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
 
 from ._auto import auto_plan, plan_leaves
 from ._budget import Kind, least_cuts
@@ -12,7 +11,7 @@ from ._errors import ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spread import Names, Places, reachable, spec_of, Units, units_of
-from ._tree import itemsize, shown, size_text, type_text
+from ._tree import itemsize, shown, size_text, Tree, type_text
 
 
 class BudgetError(ShardingError):
@@ -20,7 +19,7 @@ class BudgetError(ShardingError):
 
 
 def memory_plan(
-    tree: PyTree[Any],
+    tree: Tree,
     mesh: MeshLike,
     max_bytes: int | float | None,
     *,

@@ -9,7 +9,6 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from ._errors import FormatError, MeshError, MismatchError, ShardingError
 from ._layer import check_stacked, layer_row, stacked_row, used_row
@@ -17,7 +16,7 @@ from ._leaf import leaf_from_dict, leaf_plan as leaf_plan, leaf_to_dict, LeafPla
 from ._match import match_rows, row_shardings, Rows
 from ._mesh import MeshLike, MeshSpec
 from ._spec import canonical
-from ._tree import array_leaves, did_you_mean, dtype_name, shown, some
+from ._tree import array_leaves, did_you_mean, dtype_name, shown, some, Tree
 from ._value import digest, header, Reader, Value
 
 
@@ -59,7 +58,7 @@ class ShardingPlan(Value):
         self.mesh = MeshSpec.of(mesh)
         self.leaves = Rows(_canonical_rows(leaves, self.mesh))
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         if len(self._rows.by_path) != len(self.leaves):
             seen: set[str] = set()
             twice = next(leaf.path for leaf in self.leaves if leaf.path in seen or seen.add(leaf.path))
@@ -200,13 +199,13 @@ class ShardingPlan(Value):
             memo[key] = ShardingPlan(self.mesh, tuple(map(view, self)))
         return memo[key]
 
-    def specs(self, like: PyTree[Any] = None) -> Any:
+    def specs(self, like: Tree = None) -> Any:
         """The layouts at rest: `{path: spec}`, or a tree like `like` with None where it has no array."""
         if like is None:
             return {leaf.path: leaf.spec for leaf in self}
         return self._as_tree(like, lambda i: self.leaves[i].spec)
 
-    def shardings(self, like: PyTree[Any] = None) -> Any:
+    def shardings(self, like: Tree = None) -> Any:
         """The layouts at rest as NamedShardings on the built mesh: `{path: sharding}`, or a tree like `like`.
 
         Such a tree is what `jax.jit`'s `in_shardings` and Orbax take.
@@ -216,7 +215,7 @@ class ShardingPlan(Value):
             return {leaf.path: sharding for leaf, sharding in zip(self, built)}
         return self._as_tree(like, lambda i: built[i])
 
-    def _as_tree(self, like: PyTree[Any], at: Any) -> PyTree[Any]:
+    def _as_tree(self, like: Tree, at: Any) -> Tree:
         leaves, treedef = jtu.tree_flatten(like)
         return jtu.tree_unflatten(treedef, [None if i is None else at(i) for i in match(self, leaves, treedef)])
 
@@ -297,7 +296,7 @@ class _At:
         return ShardingPlan(self.plan.mesh, rows)
 
 
-def replicated_plan(tree: PyTree[Any], mesh: MeshLike) -> ShardingPlan:
+def replicated_plan(tree: Tree, mesh: MeshLike) -> ShardingPlan:
     """The plan that keeps every array leaf of `tree` whole on every device.
 
     ```python

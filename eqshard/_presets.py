@@ -6,9 +6,8 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
 
-from ._tree import array_leaves, is_array, path_name
+from ._tree import array_leaves, is_array, path_name, Tree
 
 
 # Names that people give to the layer that comes back to the residual stream.
@@ -17,7 +16,7 @@ _BACK = re.compile(r"(c_)?proj|(.*_)?(o|out|output|down|wo|w2|fc2|lin2|linear2|d
 _LAYERS = (eqx.nn.Linear, eqx.nn.Embedding, eqx.nn.Conv, eqx.nn.ConvTranspose)
 
 
-def tp_rules(model: PyTree[Any], axis: str = "tp") -> list[tuple[str, PartitionSpec]]:
+def tp_rules(model: Tree, axis: str = "tp") -> list[tuple[str, PartitionSpec]]:
     """Megatron-style tensor parallel rules for a model made of `eqx.nn` layers, for `rule_plan`.
 
     - Of an attention, the projections to queries, keys and values are cut by columns (their outputs over `axis`), and
@@ -62,7 +61,7 @@ def tp_rules(model: PyTree[Any], axis: str = "tp") -> list[tuple[str, PartitionS
     return _folded(specs)
 
 
-def _layers(model: PyTree[Any]) -> list[tuple[str, Any]]:
+def _layers(model: Tree) -> list[tuple[str, Any]]:
     found = jtu.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, _LAYERS))[0]
     return [(path_name(path), x) for path, x in found if isinstance(x, _LAYERS)]
 

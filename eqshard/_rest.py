@@ -5,9 +5,8 @@ from types import FunctionType
 from typing import Any
 
 import jax.tree_util as jtu
-from jaxtyping import PyTree
 
-from ._tree import is_array
+from ._tree import is_array, Tree
 
 
 _HOLE = object()
@@ -23,7 +22,7 @@ class Rest:
         self._key = treedef, tuple([_HOLE if x is _HOLE else _known_by(x) for x in leaves])
         self._hash = hash(self._key)
 
-    def join(self, arrays: list[Any]) -> PyTree[Any]:
+    def join(self, arrays: list[Any]) -> Tree:
         """The tree with `arrays` in the holes."""
         if len(arrays) == len(self._leaves):
             return jtu.tree_unflatten(self._treedef, arrays)
@@ -37,7 +36,7 @@ class Rest:
         return self._hash
 
 
-def split(tree: PyTree[Any]) -> tuple[list[Any], Rest]:
+def split(tree: Tree) -> tuple[list[Any], Rest]:
     """The arrays of a tree, and the rest of it."""
     if type(tree) is FunctionType:
         return [], _function(tree)

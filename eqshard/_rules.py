@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
 
 from ._auto import stays_whole
 from ._errors import MismatchError, ShardingError
@@ -12,14 +11,14 @@ from ._mesh import MeshLike, MeshSpec
 from ._patterns import check_unused, check_unused_word, first_match, read_rules, Rule, Rules
 from ._plan import leaf_plan, LeafPlan, ShardingPlan
 from ._spec import _check_names, canonical, spec_text
-from ._tree import array_leaves, dtype_name, shown, some, type_text
+from ._tree import array_leaves, dtype_name, shown, some, Tree, type_text
 
 
 Default = PartitionSpec | Callable[[str, Any], PartitionSpec]
 
 
 def rule_plan(
-    tree: PyTree[Any],
+    tree: Tree,
     mesh: MeshLike,
     rules: Rules,
     *,

@@ -9,14 +9,13 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from ._errors import ShardingError
 from ._gather import replicate
 from ._mesh import MeshSpec
 from ._rest import Rest, split
 from ._spec import spec_text
-from ._tree import array_leaves, dtype_name, itemsize, shown, size_text, type_text
+from ._tree import array_leaves, dtype_name, itemsize, shown, size_text, Tree, type_text
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class ShardStats:
     bytes: int = 0
     """Of the whole batches, however many devices hold a copy."""
 
-    def update(self, batch: PyTree[Any], *, examples: int | None = None) -> "ShardStats":
+    def update(self, batch: Tree, *, examples: int | None = None) -> "ShardStats":
         """With one more batch.
 
         **Arguments:**
@@ -113,7 +112,7 @@ class ShardStats:
         return ShardStats(self.batches + 1, self.examples + examples, self.bytes + size)
 
 
-def batch_statistics(batch: PyTree[Any], fn: Callable[[Any], PyTree[Any]]) -> PyTree[Any]:
+def batch_statistics(batch: Tree, fn: Callable[[Any], Tree]) -> Tree:
     """Computes `fn(batch)` where the shards are, and makes the result whole on every device.
 
     The batch is never gathered: the compiler sums over shards. With many processes every one can read the result.
@@ -138,5 +137,5 @@ def batch_statistics(batch: PyTree[Any], fn: Callable[[Any], PyTree[Any]]) -> Py
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _statistics(fn: Any, rest: Rest, arrays: list[Any]) -> PyTree[Any]:
+def _statistics(fn: Any, rest: Rest, arrays: list[Any]) -> Tree:
     return fn(rest.join(arrays))

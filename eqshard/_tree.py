@@ -4,7 +4,7 @@ import difflib
 import functools
 import re
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, TYPE_CHECKING, TypeAlias, TypeGuard
 
 import jax
 import jax.tree_util as jtu
@@ -12,6 +12,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+
+if TYPE_CHECKING:
+    Tree: TypeAlias = Any
+else:
+    Tree = PyTree[Any]  # type checkers know nothing of it, not even that it may be anything
 
 # numpy kinds that no device can hold: object, text, bytes, dates.
 _HOST_ONLY = frozenset("OUSMm")
@@ -45,12 +50,12 @@ def shown(path: str) -> str:
     return f"`{path}`" if path else "the tree itself (a single leaf)"
 
 
-def array_leaves(tree: PyTree[Any]) -> list[tuple[str, Any]]:
+def array_leaves(tree: Tree) -> list[tuple[str, Any]]:
     """The array leaves of `tree` with their names, in tree order."""
     return [(name, leaf) for name, leaf in named_leaves(tree) if is_array(leaf)]
 
 
-def named_leaves(tree: PyTree[Any]) -> Iterator[tuple[str, Any]]:
+def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
     """The leaves of `tree` with their names, in tree order.
 
     Level by level: a name is its parent's and a key, and no list of all the paths is made, which on large trees costs
@@ -69,7 +74,7 @@ def named_leaves(tree: PyTree[Any]) -> Iterator[tuple[str, Any]]:
             left.extend([(name + str(key), child) for key, child in level[0]][::-1])
 
 
-def map_arrays(fn: Any, tree: PyTree[Any]) -> PyTree[Any]:
+def map_arrays(fn: Any, tree: Tree) -> Tree:
     """A tree like `eqx.filter(tree, is_array)`, with `fn` of each array in its place."""
     return jtu.tree_map(lambda x: fn(x) if is_array(x) else None, tree)
 

@@ -8,16 +8,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from ._apply import _constrain as constrain_row, apply
 from ._errors import ShardingError
 from ._layer import used_row
 from ._plan import LeafPlan, match, ShardingPlan
-from ._tree import dtype_name
+from ._tree import dtype_name, Tree
 
 
-def use(plan: ShardingPlan, tree: PyTree[Any], *, dtype: DTypeLike | None = None) -> PyTree[Any]:
+def use(plan: ShardingPlan, tree: Tree, *, dtype: DTypeLike | None = None) -> Tree:
     """Brings `tree` from its layout at rest to its layout in use; its gradient comes back in the layout at rest.
 
     With `fsdp_plan` this is the gather of the weights, and its gradient may be a reduce-scatter. Call it where the
@@ -68,7 +67,7 @@ def use(plan: ShardingPlan, tree: PyTree[Any], *, dtype: DTypeLike | None = None
     return jtu.tree_unflatten(treedef, out)
 
 
-def sequenced(tree: PyTree[Any], after: PyTree[Any]) -> tuple[PyTree[Any], PyTree[Any]]:
+def sequenced(tree: Tree, after: Tree) -> tuple[Tree, Tree]:
     """The same values, of which the compiler can have none before it has all: so `tree` waits for `after`.
 
     For layers in a Python loop: without it the compiler is free to gather the weights of all layers at once, and on

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import PyTree
-
 from .._analyze import Analysis, analyze
 from .._check import validate
 from .._diff import Diff
 from .._errors import ShardingError
 from .._issue import Issue
 from .._plan import ShardingPlan
+from .._tree import Tree
 from ..compiler import CompileReport
 from ._compile_page import compile_page
 from ._compile_text import compile_rich, compile_text
@@ -21,7 +20,7 @@ from ._text import analysis_text, diff_text, issues_text, plan_text
 
 def report(
     x: ShardingPlan | Analysis | Diff | CompileReport | Sequence[Issue],
-    tree: PyTree[Any] = None,
+    tree: Tree = None,
     *,
     format: str = "text",
     width: int = 80,
