@@ -24,8 +24,8 @@ def add_commands(commands: Commands) -> None:
     parser = commands.add(
         "compile",
         "say what the compiler makes of a step: collectives, memory, time",
-        "Nothing runs, and the devices need not be there. Plans that NAME returns as a third\n"
-        "value are used; else the step is planned from its own program.\n"
+        "Nothing runs, and the devices need not be there. Plans that NAME returns as a\n"
+        "third value are used; else the step is planned from its own program.\n"
         "Exit code 1 if it does not fit the memory.",
         "  eqshard compile my_train.py:step --target v5e:4x4 --mesh data=4,tp=4",
         _compile,
