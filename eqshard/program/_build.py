@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+from ._flow import unwaited
 from ._graph import Equation, Graph, Place
 from ._live import Alive, Liveness
 from ._ops import CONSTRAINTS, given, given_specs, opaque, OPERATIONS, OpRules, PRODUCTS, told
 from ._together import one_by_one, TOGETHER
-from ._trace import scan_parts
+from ._trace import inner_jaxpr, scan_parts, Traced
 
 
 INLINE = frozenset(
@@ -21,15 +22,18 @@ Env = dict[Any, int | None]
 """The value of each variable; None for scalars."""
 
 
-def build(closed: Any, kept: dict[int, int], rules: OpRules) -> tuple[Graph, list[int | None], list[int | None]]:
+def build(traced: Traced, rules: OpRules) -> tuple[Graph, list[int | None], list[int | None]]:
     """The graph of a program, and the values of its arguments and results (None for scalars).
 
     **Arguments:**
 
-    - `kept`: results that take the place of arguments, and so lie as they do: {result: argument}.
     - `rules`: letters of operations that are not known here.
     """
-    builder = _Builder(rules)
+    closed, kept = traced.jaxpr, traced.kept
+    stays = set(kept.values())
+    early = [i in stays or leaf.arg == 0 for i, leaf in enumerate(traced.ins)]
+    late = [i in kept for i in range(len(traced.outs))]
+    builder = _Builder(rules, unwaited(closed.jaxpr, early, late))
     graph, env = builder.graph, {}
     ins = [builder.new(env, v, 1.0) for v in closed.jaxpr.invars]
     builder.resting = {v for v in ins if v is not None}
@@ -43,20 +47,11 @@ def build(closed: Any, kept: dict[int, int], rules: OpRules) -> tuple[Graph, lis
         if made is None or rest is None or made == rest:
             outs.append(made)
             continue
-        out = graph.add(graph.shape(made), graph.values[made].itemsize, 1.0)
+        out = graph.copy(made, 1.0)
         graph.same(rest, out)
         graph.move(made, out, None, 1.0, (), i)
         outs.append(out)
     return graph, ins, outs
-
-
-def inner_jaxpr(eqn: Any) -> Any:
-    """The closed or open jaxpr of an equation that only calls it, as (jaxpr, consts)."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = eqn.params.get(key)
-        if inner is not None:
-            return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
-    return None
 
 
 def read(env: Env, var: Any) -> int | None:
@@ -64,9 +59,10 @@ def read(env: Env, var: Any) -> int | None:
 
 
 class _Builder:
-    def __init__(self, rules: OpRules) -> None:
+    def __init__(self, rules: OpRules, unwaited: dict[Any, bool]) -> None:
         self.graph = Graph()
         self.rules = rules
+        self.unwaited = unwaited
         self.resting: set[int] = set()
         """Arguments: every reader has a copy that may lie otherwise."""
         self.shared: Env = {}
@@ -75,7 +71,8 @@ class _Builder:
     def new(self, env: Env, var: Any, times: float) -> int | None:
         shape = getattr(var.aval, "shape", ())
         whole = not shape or math.prod(shape) <= 1
-        env[var] = None if whole else self.graph.add(tuple(shape), _itemsize(var.aval), times)
+        waited = not self.unwaited.get(var, False)
+        env[var] = None if whole else self.graph.add(tuple(shape), _itemsize(var.aval), times, waited)
         return env[var]
 
     def walk(self, jaxpr: Any, env: Env, times: float, path: Place) -> list[Alive]:
@@ -116,7 +113,7 @@ class _Builder:
                 continue
             known = self.shared.get(var) if product else None
             if known is None:
-                known = self.graph.add(self.graph.shape(v), self.graph.values[v].itemsize, times)
+                known = self.graph.copy(v, times)
                 self.graph.move(v, known, None, times, path, slot)
                 if product and var in self.shared:
                     self.shared[var] = known

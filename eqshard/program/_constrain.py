@@ -13,9 +13,8 @@ from jax.sharding import auto_axes, NamedSharding, PartitionSpec
 from .._apply import apply
 from .._errors import MismatchError
 from .._tree import is_array
-from ._build import inner_jaxpr
 from ._step import StepPlan
-from ._trace import scan_parts, trace, Traced
+from ._trace import inner_jaxpr, scan_parts, trace, Traced
 
 
 def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:

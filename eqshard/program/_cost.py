@@ -1,6 +1,7 @@
 """What moving and computing takes, in seconds, on a machine of a few numbers."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .._chip import Chip, CHIPS
@@ -10,12 +11,20 @@ from .._mesh import MeshSpec
 State = tuple[int, ...]
 """For each mesh axis the dimension of a value that it cuts, or -1."""
 
+Transfer = tuple[str, int, float, float]
+"""A collective: its kind, the mesh axis, bytes in all along it, seconds."""
+
 HOP = 1e-6
 """Seconds that a collective takes for each neighbour it passes."""
 FUSED = 0.4
 """How much of the bytes that elementwise work makes go through memory; the rest is fused away."""
 MATMUL = 0.75
 """How much of its peak a chip reaches in matrix products."""
+
+
+HIDDEN = {"all-gather": 0.8, "reduce-scatter": 0.8}
+"""How much of a collective on weights and gradients runs beside other work, as nothing waits for it at once. Measured
+with the TPU compiler: of FSDP's transfers 70 to 88 % are hidden, of all-reduces none."""
 
 
 @dataclass(frozen=True)
@@ -49,38 +58,39 @@ class Machine:
         n = self.sizes[axis]
         return (n - 1) * HOP + total / 4 / self.bandwidths[axis]
 
-    def move(self, nbytes: float, have: State, want: State) -> float:
-        """Seconds to bring a value from one state to another."""
-        if have == want:
-            return 0.0
+    def moves(self, nbytes: float, have: State, want: State) -> Iterator[Transfer]:
+        """What brings a value from one state to another."""
         local = nbytes / self.factor(have)
-        seconds = 0.0
         for n, h, w in zip(self.sizes, have, want):  # cutting is free, and makes the rest cheaper
             if h < 0 <= w:
                 local /= n
         for axis, (n, h, w) in enumerate(zip(self.sizes, have, want)):
             if h >= 0 and w >= 0 and h != w:
-                seconds += self.exchange(axis, local * n)
+                yield "all-to-all", axis, local * n, self.exchange(axis, local * n)
         for axis, (n, h, w) in enumerate(zip(self.sizes, have, want)):
             if w < 0 <= h:
                 local *= n
-                seconds += self.gather(axis, local)
-        return seconds
+                yield "all-gather", axis, local, self.gather(axis, local)
 
-    def settle(self, nbytes: float, made: State, partial: tuple[bool, ...], want: State) -> float:
-        """Seconds to sum partial results and bring them where they are wanted."""
-        local = nbytes / self.factor(made)
-        seconds, state = 0.0, list(made)
+    def sums(self, nbytes: float, made: State, partial: tuple[bool, ...], want: State) -> Iterator[Transfer]:
+        """What sums partial results and brings them where they are wanted."""
+        local, state = nbytes / self.factor(made), list(made)
         for axis, (n, summed) in enumerate(zip(self.sizes, partial)):
-            if not summed:
-                continue
-            seconds += self.gather(axis, local)
-            if want[axis] >= 0:
+            if summed and want[axis] >= 0:
+                yield "reduce-scatter", axis, local, self.gather(axis, local)
                 local /= n
                 state[axis] = want[axis]
-            else:
-                seconds += self.gather(axis, local)
-        return seconds + self.move(nbytes, tuple(state), want)
+            elif summed:
+                yield "all-reduce", axis, local, 2 * self.gather(axis, local)
+        yield from self.moves(nbytes, tuple(state), want)
+
+    def move(self, nbytes: float, have: State, want: State, rests: bool = False) -> float:
+        """Seconds to bring a value from one state to another, without what is hidden if it is one that rests."""
+        return 0.0 if have == want else sum((exposed(t, rests) for t in self.moves(nbytes, have, want)), 0.0)
+
+    def settle(self, nbytes: float, made: State, partial: tuple[bool, ...], want: State, rests: bool = False) -> float:
+        """Seconds to sum partial results and bring them where they are wanted."""
+        return sum((exposed(t, rests) for t in self.sums(nbytes, made, partial, want)), 0.0)
 
     def compute(self, flops: float, nbytes: float) -> float:
         """Seconds of work on one device, whichever of arithmetic and memory is slower."""
@@ -89,6 +99,12 @@ class Machine:
     def stream(self, nbytes: float) -> float:
         """Seconds that elementwise work on so many bytes takes on one device."""
         return FUSED * nbytes / self.chip.hbm_bandwidth
+
+
+def exposed(transfer: Transfer, rests: bool) -> float:
+    """The seconds of a transfer that others wait for."""
+    kind, _, _, seconds = transfer
+    return seconds * (1 - HIDDEN.get(kind, 0.0)) if rests else seconds
 
 
 def _bandwidth(chip: Chip, size: int, across_hosts: bool) -> float:

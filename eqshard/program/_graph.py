@@ -30,6 +30,8 @@ class ValueNode:
     dims: list[int]
     times: float
     """How often it is made: the lengths of the scans around it."""
+    waited: bool
+    """Whether others wait for it: not for weights before any data, nor for gradients after the last product."""
 
     @property
     def nbytes(self) -> float:
@@ -119,14 +121,19 @@ class Graph:
     _size: list[int] = field(default_factory=list)
     _together: list[set[int]] = field(default_factory=list)
 
-    def add(self, shape: tuple[int, ...], itemsize: int, times: float) -> int:
+    def copy(self, v: int, times: float) -> int:
+        """A value like another, tied to nothing."""
+        node = self.values[v]
+        return self.add(node.shape, node.itemsize, times, node.waited)
+
+    def add(self, shape: tuple[int, ...], itemsize: int, times: float, waited: bool = True) -> int:
         """A new value, tied to nothing."""
         number = len(self.values)
         dims = [self._new_name(n) if n > 1 else -1 for n in shape]
         for a in dims:
             if a >= 0:
                 self._together[a].update(b for b in dims if b >= 0 and b != a)
-        self.values.append(ValueNode(tuple(shape), itemsize, dims, times))
+        self.values.append(ValueNode(tuple(shape), itemsize, dims, times, waited))
         self._cluster.append(number)
         return number
 

@@ -1,21 +1,20 @@
 """`step_plan`: trace, read, price, solve, and say what came out."""
 
-import inspect
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._errors import MismatchError
+from .._axes import PartitionAxis
 from .._memory import BudgetError
 from .._mesh import MeshLike, MeshSpec
 from .._plan import LeafPlan, ShardingPlan
-from .._spec import canonical, check, entry_axes
-from .._tree import did_you_mean, size_text
+from .._spec import canonical, entry_axes
+from .._tree import size_text
 from ._build import build
 from ._cost import Machine, State
+from ._fixed import Fixed, fixed_specs
 from ._fold import fold_alike
 from ._ops import OpRules
 from ._solve import Choice, Layout, own_seconds, Problem, problem, project, require, solve, work
@@ -32,7 +31,8 @@ def step_plan(
     *args: Any,
     mesh: MeshLike,
     max_bytes: int | float | None = None,
-    fixed: Mapping[str, PartitionSpec] | None = None,
+    fixed: Mapping[str, Fixed] | Sequence[ShardingPlan | None] | None = None,
+    names: PartitionAxis | None = None,
     rules: OpRules | None = None,
     time_limit: int | float = 30.0,
 ) -> StepPlan:
@@ -64,7 +64,9 @@ def step_plan(
     - `mesh`: its `chip`, where known, gives the costs and the memory; else those of a TPU v5e.
     - `max_bytes`: what a step may take on each device; by default the memory of `mesh.chip`, if it has one.
     - `fixed`: layouts that are given: the name of an argument, or a regular expression on the paths of leaves, to a
-        PartitionSpec (which is cut to the rank of each leaf).
+        PartitionSpec (which is cut to the rank of each leaf), to logical names such as `("batch", "length")`, or, for
+        an argument, to a plan of some of its leaves. Or a plan, or None, for each argument.
+    - `names`: what logical names in `fixed` mean; by default those of `PartitionAxis()`.
     - `rules`: for operations that eqshard does not know, such as Pallas and other opaque calls, by the name of their
         primitive: which dimensions may be cut together, as `"b q d, b k d -> b q d"` (`-`: must be whole), or a
         function of the equation that gives that, or None. Without a rule they are taken whole, and named in `notes`.
@@ -82,8 +84,8 @@ def step_plan(
     described.size()
     traced = trace(fn, args)
     machine = Machine.of(described)
-    graph, ins, _ = build(traced.jaxpr, traced.kept, rules or {})
-    said = _fixed(fn, traced, fixed or {}, described)
+    graph, ins, _ = build(traced, rules or {})
+    said = fixed_specs(fn, traced, fixed or {}, described, names or PartitionAxis())
     anchored = {graph.cluster(v): _as_layout(said[i], graph.dims(v), machine)
                 for i, v in enumerate(ins) if v is not None and i in said}  # fmt: skip
     p = problem(graph, machine, ins, anchored)
@@ -98,31 +100,6 @@ def step_plan(
         assert limit is not None
         raise BudgetError(_infeasible(p, rows, float(limit)))
     return _written(traced, described, p, own, rows, choice, ins)
-
-
-def _fixed(
-    fn: Callable[..., Any], traced: Traced, fixed: Mapping[str, PartitionSpec], mesh: MeshSpec
-) -> dict[int, PartitionSpec]:
-    """The layouts that were given, by the number of the argument's leaf."""
-    try:
-        parameters = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        parameters = []
-    found: dict[int, PartitionSpec] = {}
-    for key, spec in fixed.items():
-        hits = 0
-        for i, leaf in enumerate(traced.ins):
-            named = leaf.arg < len(parameters) and parameters[leaf.arg] == key
-            if not named and (key in parameters or not re.search(key, leaf.path)):
-                continue
-            hits += 1
-            cut = canonical(PartitionSpec(*tuple(spec)[: len(leaf.shape)]), mesh.shape)
-            check(cut, leaf.shape, mesh.shape, leaf.path, leaf.dtype)
-            found.setdefault(i, cut)
-        if not hits:
-            known = [*parameters, *(leaf.path for leaf in traced.ins)]
-            raise MismatchError(f"`fixed` names {key!r}, which is no argument and no leaf." + did_you_mean(key, known))
-    return found
 
 
 def _as_layout(spec: PartitionSpec, dims: tuple[int, ...], machine: Machine) -> Layout:

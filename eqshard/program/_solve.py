@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -176,7 +176,10 @@ def link_tables(p: Problem, number: int) -> list[tuple[int, np.ndarray, list[int
         if c not in p.free:
             for i, s in enumerate(states):
                 for j, (w, summed) in enumerate(wants):
-                    table[i, j] = machine.settle(nbytes, w, summed, s) if out else machine.move(nbytes, s, w)
+                    rests = not graph.values[v].waited
+                    table[i, j] = (
+                        machine.settle(nbytes, w, summed, s, rests) if out else machine.move(nbytes, s, w, rests)
+                    )
         index_s, index_w = {s: i for i, s in enumerate(states)}, {w: j for j, w in enumerate(wants)}
         links.append((c, table * op.times, [index_s[s] for s in there], [index_w[w] for w in here]))
     return links
@@ -196,7 +199,8 @@ def move_table(p: Problem, move: Move) -> tuple[np.ndarray, list[int], list[int]
     table = np.zeros((len(states), len(wants)))
     if source not in p.free:
         nbytes = graph.values[move.source].nbytes
-        table[:] = [[p.machine.move(nbytes, s, w) for w in wants] for s in states]
+        rests = not (graph.values[move.source].waited and graph.values[move.target].waited)
+        table[:] = [[p.machine.move(nbytes, s, w, rests) for w in wants] for s in states]
     index_s, index_w = {s: i for i, s in enumerate(states)}, {w: j for j, w in enumerate(wants)}
     return table * move.times, [index_s[s] for s in there], [index_w[w] for w in here]
 
@@ -283,22 +287,32 @@ def _run(
     lines: _Lines, rows: list[np.ndarray], limits: list[float], integral: int, seconds: float
 ) -> tuple[np.ndarray, float, float] | None:
     """Solves the linear program, and as an integer one only if that comes out fractional."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415 (dear to import, seldom needed)
+    from scipy.optimize import Bounds, LinearConstraint, linprog, milp  # noqa: PLC0415 (dear to import, seldom needed)
     from scipy.sparse import csr_array  # noqa: PLC0415
 
     r, c, v = zip(*lines.entries)
-    rhs: Any = np.array(lines.rhs)
-    n = len(lines.costs)
-    constraints = [LinearConstraint(csr_array((v, (r, c)), shape=(len(rhs), n)), rhs, rhs)]
-    constraints += [LinearConstraint(row[None] / max(limit, 1.0), -np.inf, 1.0) for row, limit in zip(rows, limits)]
-    unit = max(*lines.costs, 1e-9)
-    objective = np.array(lines.costs) / unit
-    options = {"time_limit": seconds, "mip_rel_gap": 5e-3}
-    result = milp(objective, constraints=constraints, bounds=Bounds(0, 1), options=options)
+    n, unit = len(lines.costs), max(*lines.costs, 1e-9)
+    objective, rhs = np.array(lines.costs) / unit, np.array(lines.rhs)
+    equal: Any = csr_array((v, (r, c)), shape=(len(rhs), n))
+    most: Any = np.array([row / max(limit, 1.0) for row, limit in zip(rows, limits)]) if rows else None
+    result: Any = linprog(
+        objective,
+        A_eq=equal,
+        b_eq=rhs,
+        A_ub=most,
+        b_ub=None if most is None else np.ones(len(rows)),
+        method="highs-ds",  # the dual simplex ends in a corner, which is most often integral, and is the quickest here
+        options={"time_limit": seconds},
+    )
     gap = 0.0
-    if result.x is not None and np.abs(result.x[:integral] - np.rint(result.x[:integral])).max() > 1e-5:
+    if result.status == 2:
+        return None
+    if result.x is None or np.abs(result.x[:integral] - np.rint(result.x[:integral])).max() > 1e-5:
         whole = np.zeros(n)
         whole[:integral] = 1
+        constraints = [LinearConstraint(equal, cast(Any, rhs), cast(Any, rhs))]
+        constraints += [LinearConstraint(most, -np.inf, 1.0)] if most is not None else []
+        options = {"time_limit": seconds, "mip_rel_gap": 5e-3}
         result = milp(objective, integrality=whole, constraints=constraints, bounds=Bounds(0, 1), options=options)
         gap = float(result.mip_gap or 0.0)
     return None if result.x is None else (result.x, float(result.fun * unit), gap)

@@ -117,6 +117,15 @@ def scan_parts(params: Any) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
+def inner_jaxpr(eqn: Any) -> Any:
+    """The closed or open jaxpr of an equation that only calls it, as (jaxpr, consts)."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(key)
+        if inner is not None:
+            return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+    return None
+
+
 def jaxprs_in(param: Any) -> list[Any]:
     """The jaxprs that a parameter of an equation holds."""
     if hasattr(param, "jaxpr") and hasattr(param, "consts"):

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ def measure(case: zoo.Case, layout: zoo.Layout, target: Target, cache: pathlib.P
     """What the compiler makes of a layout, from the cache if it was asked before."""
     flat = flatten(Program(layout.step, case.args, layout.plans, case.donate, layout.options), target)
     job, flops = lower_for(flat, target)
-    asked = job.exported.mlir_module(), job.shardings, job.donated, job.options, target, jax.__version__
+    asked = _without_lines(job.exported.mlir_module()), job.shardings, job.donated, job.options, target, jax.__version__
     name = f"{case.name}-{case.size}-{layout.name}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
     file = None if cache is None else cache / f"{name}.json.gz"
     if file is not None and file.exists():
@@ -81,6 +82,11 @@ def measure(case: zoo.Case, layout: zoo.Layout, target: Target, cache: pathlib.P
             file.write_bytes(gzip.compress(json.dumps(asdict(answer)).encode()))
     chip = flat.mesh.chip or eqshard.CHIPS[target.chip]
     return report_on(flat, answer, flops, chip, str(target))
+
+
+def _without_lines(module: str) -> str:
+    """A module's text without where in which file each operation came from."""
+    return re.sub(r"(?m)^#loc.*\n| loc\(.*\)", "", module)
 
 
 def mesh_of(target: Target, axes: str | None) -> eqshard.MeshSpec:
