@@ -214,7 +214,7 @@ def test_a_constraint_of_the_program_is_paid_for():
     def step(spec):
         def run(weight, x):
             x = eqshard.constrain_to(x * 2.0, P("a", "b"), mesh)
-            return weight * eqshard.constrain_to(x, spec, mesh).sum()
+            return weight * eqshard.constrain_to(x, spec, mesh).sum(axis=0)
 
         return run
 

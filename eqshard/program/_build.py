@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ._flow import unwaited
+from ._flow import flow
 from ._graph import Equation, Graph, Place
-from ._live import Alive, Liveness
+from ._live import Alive, worst_moments
 from ._ops import CONSTRAINTS, given, given_specs, opaque, OPERATIONS, OpRules, PRODUCTS, told
 from ._together import one_by_one, TOGETHER
 from ._trace import inner_jaxpr, scan_parts, Traced
@@ -33,10 +33,11 @@ def build(traced: Traced, rules: OpRules) -> tuple[Graph, list[int | None], list
     stays = set(kept.values())
     early = [i in stays or leaf.arg == 0 for i, leaf in enumerate(traced.ins)]
     late = [i in kept for i in range(len(traced.outs))]
-    builder = _Builder(rules, unwaited(closed.jaxpr, early, late))
+    builder = _Builder(rules, *flow(closed.jaxpr, early, late))
     graph, env = builder.graph, {}
     ins = [builder.new(env, v, 1.0) for v in closed.jaxpr.invars]
     builder.resting = {v for v in ins if v is not None}
+    builder.in_place = {closed.jaxpr.outvars[i] for i in kept if not isinstance(closed.jaxpr.outvars[i], Literal)}
     for v in closed.jaxpr.constvars:
         builder.new(env, v, 1.0)
     graph.live = builder.walk(closed.jaxpr, env, 1.0, ())
@@ -59,30 +60,30 @@ def read(env: Env, var: Any) -> int | None:
 
 
 class _Builder:
-    def __init__(self, rules: OpRules, unwaited: dict[Any, bool]) -> None:
+    def __init__(self, rules: OpRules, early: dict[Any, bool], late: dict[Any, bool]) -> None:
         self.graph = Graph()
         self.rules = rules
-        self.unwaited = unwaited
+        self.early, self.late = early, late
         self.resting: set[int] = set()
         """Arguments: every reader has a copy that may lie otherwise."""
+        self.in_place: set[Any] = set()
+        """Results that take the memory of arguments."""
         self.shared: Env = {}
         """Variables that several products read: they share one copy."""
 
     def new(self, env: Env, var: Any, times: float) -> int | None:
         shape = getattr(var.aval, "shape", ())
         whole = not shape or math.prod(shape) <= 1
-        waited = not self.unwaited.get(var, False)
+        waited = not (self.early.get(var, False) or self.late.get(var, False))
         env[var] = None if whole else self.graph.add(tuple(shape), _itemsize(var.aval), times, waited)
         return env[var]
 
     def walk(self, jaxpr: Any, env: Env, times: float, path: Place) -> list[Alive]:
         """Reads a jaxpr's equations; returns the worst moments of its memory."""
         outer, self.shared = self.shared, _read_often(jaxpr)
-        memory = Liveness(self.graph, jaxpr, env)
-        for i, eqn in enumerate(jaxpr.eqns):
-            memory.after(i, eqn, self.equation(eqn, env, times, (*path, i)))
+        inside = [self.equation(eqn, env, times, (*path, i)) for i, eqn in enumerate(jaxpr.eqns)]
         self.shared = outer
-        return memory.moments()
+        return worst_moments(self.graph, jaxpr, env, inside, self.late, self.in_place if not path else ())
 
     def equation(self, eqn: Any, env: Env, times: float, path: Place) -> list[Alive]:
         name = eqn.primitive.name

@@ -20,8 +20,8 @@ ROUNDS = 3
 """How often a loop's body is gone through until what it carries is settled."""
 
 
-def unwaited(jaxpr: Any, early: Sequence[bool], late: Sequence[bool]) -> Found:
-    """Which variables nobody waits for, of a jaxpr and of all inside it.
+def flow(jaxpr: Any, early: Sequence[bool], late: Sequence[bool]) -> tuple[Found, Found]:
+    """Which variables are early, and which are late, of a jaxpr and of all inside it.
 
     **Arguments:**
 
@@ -32,7 +32,7 @@ def unwaited(jaxpr: Any, early: Sequence[bool], late: Sequence[bool]) -> Found:
     after: Found = {}
     _forward(jaxpr, list(early), before)
     _backward(jaxpr, list(late), after)
-    return {v: before.get(v, False) or after.get(v, False) for v in before.keys() | after.keys()}
+    return before, after
 
 
 def _note(found: Found, var: Any, flag: bool) -> None:

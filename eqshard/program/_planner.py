@@ -15,15 +15,21 @@ from .._tree import size_text
 from ._build import build
 from ._cost import Machine, State
 from ._fixed import Fixed, fixed_specs
-from ._fold import fold_alike
+from ._fold import Fold, fold_alike
 from ._ops import OpRules
-from ._solve import Choice, Layout, own_seconds, Problem, problem, project, require, solve, work
+from ._price import busy_seconds, in_flight, state_of
+from ._solve import Choice, Layout, own_seconds, Problem, problem, project, require, solve
 from ._step import Point, StepPlan
 from ._trace import trace, Traced
 
 
 HOST_BANDWIDTH = 10e9
 """Bytes a second from the host to a device."""
+TRIES = 4
+"""How often a choice that does not fit with what is in flight is made again with less room."""
+
+Bytes = dict[int, np.ndarray]
+"""For each cluster the bytes on a device in each of its layouts."""
 
 
 def step_plan(
@@ -94,12 +100,35 @@ def step_plan(
     limit = described.chip.hbm_bytes if max_bytes is None and described.chip is not None else max_bytes
     rows = _memory_rows(p, ins)
     fold = fold_alike(graph, p.layouts, anchored)
-    limited = [(row, float(limit)) for row in rows] if limit is not None else []
-    choice = solve(p, fold, own, limited, seconds=float(time_limit))
-    if choice is None:
-        assert limit is not None
-        raise BudgetError(_infeasible(p, rows, float(limit)))
+    choice = _fitting(p, fold, own, rows, None if limit is None else float(limit), float(time_limit))
     return _written(traced, described, p, own, rows, choice, ins)
+
+
+def _fitting(
+    p: Problem, fold: Fold, own: dict[int, np.ndarray], rows: list[Bytes], limit: float | None, seconds: float
+) -> Choice:
+    """The cheapest choice that fits, with what is in flight, which is known only of a choice."""
+    if limit is None:
+        choice = solve(p, fold, own, [], seconds=seconds)
+        assert choice is not None
+        return choice
+    room = limit
+    for _ in range(TRIES):
+        choice = solve(p, fold, own, [(row, room) for row in rows], seconds=seconds)
+        if choice is None:
+            break
+        over = held_bytes(p, rows, choice) - limit
+        if over <= 0:
+            return choice
+        room -= over
+    raise BudgetError(_infeasible(p, rows, limit))
+
+
+def held_bytes(p: Problem, rows: list[Bytes], choice: Choice) -> float:
+    """Bytes on a device at the worst moment."""
+    index = {c: p.layouts[c].index(choice.layouts[c]) for c in p.layouts}
+    kept = max((sum(float(values[index[c]]) for c, values in row.items()) for row in rows), default=0.0)
+    return kept + in_flight(p, choice)
 
 
 def _as_layout(spec: PartitionSpec, dims: tuple[int, ...], machine: Machine) -> Layout:
@@ -124,7 +153,7 @@ def _add_reading(p: Problem, own: dict[int, np.ndarray], ins: list[int | None], 
             own[c] = own[c] + [seconds / p.machine.factor(project(lay, dims)) for lay in p.layouts[c]]
 
 
-def _memory_rows(p: Problem, ins: list[int | None]) -> list[dict[int, np.ndarray]]:
+def _memory_rows(p: Problem, ins: list[int | None]) -> list[Bytes]:
     """Bytes on a device for each cluster and layout: the arguments, and what is alive at the worst times."""
     rest = _bytes_of(p, {v: 1.0 for v in ins if v is not None})
     args = {v for v in ins if v is not None}
@@ -135,8 +164,8 @@ def _memory_rows(p: Problem, ins: list[int | None]) -> list[dict[int, np.ndarray
     return rows
 
 
-def _bytes_of(p: Problem, values: dict[int, float]) -> dict[int, np.ndarray]:
-    found: dict[int, np.ndarray] = {}
+def _bytes_of(p: Problem, values: dict[int, float]) -> Bytes:
+    found: Bytes = {}
     for v, n in values.items():
         c = p.graph.cluster(v)
         if c in p.layouts:
@@ -146,7 +175,7 @@ def _bytes_of(p: Problem, values: dict[int, float]) -> dict[int, np.ndarray]:
     return found
 
 
-def _infeasible(p: Problem, rows: list[dict[int, np.ndarray]], limit: float) -> str:
+def _infeasible(p: Problem, rows: list[Bytes], limit: float) -> str:
     least = max(sum(float(values.min()) for values in row.values()) for row in rows)
     return (
         f"no layout of this step fits {size_text(limit)} a device: by the planner's count at least {size_text(least)} "
@@ -159,7 +188,7 @@ def _written(
     mesh: MeshSpec,
     p: Problem,
     own: dict[int, np.ndarray],
-    rows: list[dict[int, np.ndarray]],
+    rows: list[Bytes],
     choice: Choice,
     ins: list[int | None],
 ) -> StepPlan:
@@ -169,10 +198,6 @@ def _written(
         use = rest if v is None else _use_of(p, choice, v, rest)
         why = "too small to cut" if v is None else "planned" if use == rest else "stored apart from how it is used"
         args[leaf.arg].append(LeafPlan(leaf.path, leaf.shape, leaf.dtype, rest, use, None, why))
-    index = {c: p.layouts[c].index(choice.layouts[c]) for c in p.layouts}
-    held = max((sum(float(values[index[c]]) for c, values in row.items()) for row in rows), default=0.0)
-    busy = sum(float(own[c][index[c]]) for c in own)
-    busy += sum(op.times * work(op, way, p.graph, p.machine) for op, way in zip(p.graph.ops, choice.ways))
     notes = [f"{n} of `{name}` are taken as they are: whole" for name, n in p.graph.unknown.items()]
     if choice.gap > 0.01:
         notes.append(f"the solver stopped {100 * choice.gap:.0f} % from what it could prove best")
@@ -182,19 +207,14 @@ def _written(
         inner=tuple(_points(p, choice, ins)),
         program=traced.fingerprint,
         seconds=choice.seconds,
-        compute_seconds=min(busy, choice.seconds),
-        bytes_per_device=held,
+        compute_seconds=min(busy_seconds(p, own, choice), choice.seconds),
+        bytes_per_device=held_bytes(p, rows, choice),
         notes=tuple(notes),
     )
 
 
-def _state_of(p: Problem, choice: Choice, v: int) -> State:
-    layout = choice.layouts.get(p.graph.cluster(v))
-    return (-1,) * len(p.machine.sizes) if layout is None else project(layout, p.graph.dims(v))
-
-
 def _spec_of(p: Problem, choice: Choice, v: int) -> PartitionSpec:
-    return _as_spec(_state_of(p, choice, v), p.machine, len(p.graph.values[v].shape))
+    return _as_spec(state_of(p, choice, v), p.machine, len(p.graph.values[v].shape))
 
 
 def _use_of(p: Problem, choice: Choice, v: int, rest: PartitionSpec) -> PartitionSpec:
@@ -229,20 +249,20 @@ def _points(p: Problem, choice: Choice, ins: list[int | None]) -> list[Point]:
 
     for i, v in enumerate(ins):
         if v is not None:
-            write((), "arg", i, _state_of(p, choice, v), v)
+            write((), "arg", i, state_of(p, choice, v), v)
     for m in graph.moves:
-        state = _state_of(p, choice, m.target)
+        state = state_of(p, choice, m.target)
         if m.slot >= 0 and not m.path:
             write((), "result", m.slot, state, m.target)
-        elif m.slot >= 0 and state != _state_of(p, choice, m.source):
+        elif m.slot >= 0 and state != state_of(p, choice, m.source):
             write(m.path, "in", m.slot, state, m.target)
     for path, slot, v in graph.carries:
-        write(path, "carry", slot, _state_of(p, choice, v), v)
+        write(path, "carry", slot, state_of(p, choice, v), v)
     for op, way in zip(graph.ops, choice.ways):
         for slot, (v, letters) in zip(op.slots, op.operands):
             want = require(way, letters)
-            if want != _state_of(p, choice, v):
+            if want != state_of(p, choice, v):
                 write(op.path, "way", slot, want, v)
         for slot, (v, _) in zip(op.out_slots, op.outs):
-            write(op.path, "out", slot, _state_of(p, choice, v), v)
+            write(op.path, "out", slot, state_of(p, choice, v), v)
     return [(path, side, slot, spec) for (path, side, slot), spec in found.items()]

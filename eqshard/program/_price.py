@@ -1,0 +1,91 @@
+"""What a choice costs, item by item."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._cost import exposed, State, Transfer
+from ._graph import Move, Place
+from ._solve import Choice, partial, Problem, project, require, work
+
+
+IN_FLIGHT = 3
+"""How many operands are on their way at once: one in use, one that comes, one result that leaves."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A collective of the step, by the planner's count."""
+
+    value: int
+    kind: str
+    axis: int
+    nbytes: float
+    times: float
+    seconds: float
+    """All of it, `times` times; `exposed` is what others wait for."""
+    exposed: float
+    path: Place
+
+
+def state_of(p: Problem, choice: Choice, v: int) -> State:
+    """How a value lies; one that no operation reads or makes is not asked about."""
+    layout = choice.layouts.get(p.graph.cluster(v))
+    return (-1,) * len(p.machine.sizes) if layout is None else project(layout, p.graph.dims(v))
+
+
+def moved(p: Problem, choice: Choice) -> list[Moved]:
+    """Every collective of a choice, the dearest first."""
+    return sorted(_moved(p, choice), key=lambda m: -m.exposed)
+
+
+def _moved(p: Problem, choice: Choice) -> Iterator[Moved]:
+    graph, machine = p.graph, p.machine
+
+    def item(v: int, transfer: Transfer, times: float, unwaited: bool, path: Place) -> Moved:
+        kind, axis, nbytes, seconds = transfer
+        return Moved(v, kind, axis, nbytes, times, times * seconds, times * exposed(transfer, unwaited), path)
+
+    for op, way in zip(graph.ops, choice.ways):
+        for v, letters in op.operands:
+            if graph.cluster(v) not in p.free:
+                for t in machine.moves(graph.values[v].nbytes, state_of(p, choice, v), require(way, letters)):
+                    yield item(v, t, op.times, not graph.values[v].waited, op.path)
+        for v, letters in op.outs:
+            if graph.cluster(v) not in p.free:
+                want = state_of(p, choice, v)
+                for t in machine.sums(graph.values[v].nbytes, require(way, letters), partial(way, op), want):
+                    yield item(v, t, op.times, not graph.values[v].waited, op.path)
+    for m in graph.moves:
+        if graph.cluster(m.source) not in p.free:
+            have, want = move_states(p, choice, m)
+            unwaited = not (graph.values[m.source].waited and graph.values[m.target].waited)
+            for t in machine.moves(graph.values[m.source].nbytes, have, want):
+                yield item(m.source, t, m.times, unwaited, m.path)
+
+
+def move_states(p: Problem, choice: Choice, move: Move) -> tuple[State, State]:
+    """How a move's value lies before and after, both by the dimensions of its source."""
+    across = {b: a for a, b in move.pairs}
+    after = state_of(p, choice, move.target)
+    return state_of(p, choice, move.source), tuple(across.get(d, -1) if d >= 0 else -1 for d in after)
+
+
+def busy_seconds(p: Problem, own: dict[int, np.ndarray], choice: Choice) -> float:
+    """The part of a step that is no communication between operations."""
+    index = {c: p.layouts[c].index(choice.layouts[c]) for c in p.layouts}
+    streams = sum(float(own[c][index[c]]) for c in own)
+    return streams + sum(op.times * work(op, w, p.graph, p.machine) for op, w in zip(p.graph.ops, choice.ways))
+
+
+def in_flight(p: Problem, choice: Choice) -> float:
+    """Bytes of operands that were gathered, and of partial sums, beside what the program keeps."""
+    graph, machine = p.graph, p.machine
+    extra = []
+    for op, way in zip(graph.ops, choice.ways):
+        for v, letters in (*op.operands, *op.outs):
+            if op.axes is None and graph.cluster(v) not in p.free:
+                here, there = machine.factor(require(way, letters)), machine.factor(state_of(p, choice, v))
+                extra.append(graph.values[v].nbytes * max(0.0, 1 / here - 1 / there))
+    return sum(sorted(extra, reverse=True)[:IN_FLIGHT])
