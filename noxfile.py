@@ -2,12 +2,14 @@
 
 import pathlib
 import shutil
+import tempfile
 
 import nox
 
 
 nox.options.sessions = ["tests", "lint", "types"]
 nox.options.reuse_existing_virtualenvs = True
+MOST_BYTES = 1_000_000  # of the wheel
 
 
 def _group(name: str) -> tuple[str, ...]:
@@ -74,9 +76,10 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Types, by pyright."""
+    """Types, by pyright; and that all of the public interface has one."""
     _install(session, "nox", *_group("types"))
     session.run("pyright")
+    session.run("pyright", "--verifytypes", "eqshard", "--ignoreexternal")
 
 
 @nox.session
@@ -95,11 +98,9 @@ def screenshots(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Speed as ratios against named peers: `nox -s bench -- apply`."""
+    """Speed as ratios against named peers, into `benchmarks.md`: `nox -s bench -- apply plan`, or all."""
     _install(session)
-    every = sorted(p.stem for p in pathlib.Path("tests/benchmarks").glob("[a-z]*.py"))
-    for name in session.posargs or [n for n in every if n not in ("layouts", "zoo")]:  # these two have `nox -s zoo`
-        session.run("python", f"tests/benchmarks/{name}.py")
+    session.run("python", "tests/benchmarks/_collect.py", *session.posargs)
 
 
 @nox.session
@@ -111,14 +112,24 @@ def zoo(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Makes the wheel and the sdist, and imports the wheel in an empty environment, without extras."""
-    session.install("build")
+    """Makes the wheel and the sdist, checks them, and runs the quickstart with the wheel alone, outside the tree."""
+    session.install("build", "twine")
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist")
+    made = [str(path) for path in sorted(pathlib.Path("dist").iterdir())]
+    session.run("twine", "check", "--strict", *made)
     wheel = next(pathlib.Path("dist").glob("*.whl")).resolve()
-    empty = pathlib.Path(session.create_tmp()).resolve() / "empty"
-    session.run("python", "-m", "venv", "--clear", str(empty))
-    python = str(empty / "bin" / "python")
-    session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
-    with session.chdir(session.create_tmp()):
-        session.run(python, "-c", "import eqshard; print('eqshard', eqshard.__version__)", external=True)
+    if wheel.stat().st_size > MOST_BYTES:
+        session.error(f"{wheel.name} has {wheel.stat().st_size} bytes, more than {MOST_BYTES}.")
+    quickstart = pathlib.Path("examples/quickstart.py").resolve()
+    outside = pathlib.Path(tempfile.mkdtemp(prefix="eqshard-build-"))
+    session.run("python", "-m", "venv", str(outside / "empty"))
+    python = str(outside / "empty" / "bin" / "python")
+    session.run(python, "-m", "pip", "install", "-q", f"{wheel}", external=True)
+    with session.chdir(outside):
+        here = f"import eqshard, pathlib; assert pathlib.Path(eqshard.__file__).is_relative_to({str(outside)!r})"
+        session.run(python, "-c", f"{here}; print('eqshard', eqshard.__version__)", external=True)
+        session.run(str(outside / "empty" / "bin" / "eqshard"), "demo", external=True)
+        session.run(python, "-m", "pip", "install", "-q", f"{wheel}[rich]", "optax", external=True)
+        session.run(python, str(quickstart), external=True)
+    shutil.rmtree(outside)

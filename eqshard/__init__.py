@@ -159,4 +159,4 @@ if not TYPE_CHECKING:  # to a type checker, a name that is not there shall be an
 
     def __dir__() -> list[str]:
         later = [name for module, names in _LATER.items() for name in (module, *names.split())]
-        return sorted({*globals(), *later})
+        return sorted({*globals(), *later} - {"Any", "TYPE_CHECKING", "importlib"})
