@@ -18,14 +18,12 @@ from .._plan import match, ShardingPlan
 from .._put import is_key
 from .._tree import array_leaves, shown
 from .._value import header
+from ._chunks import chunk_bytes
 from ._contents import PLAN, PLAN_FILE, STATE
 from ._encode import encode, store_name
 from ._files import local_path, PathLike
 from ._library import library
 from ._progress import Progress
-
-
-_MIB = 2**20
 
 
 class Saving:
@@ -132,7 +130,7 @@ def save(
         record["step"] = step
     if jax.process_index() == 0:
         where.parent.mkdir(parents=True, exist_ok=True)
-    chunks = {name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(x)) for name, x in arrays.items()}
+    chunks = {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes(x)) for name, x in arrays.items()}
     items = {PLAN: ocp.args.JsonSave(record)}
     handlers = {PLAN: ocp.JsonCheckpointHandler(filename=PLAN_FILE)}
     if arrays:
@@ -174,12 +172,3 @@ def _host_if_local(x: Any) -> Any:
     if jax.process_count() > 1 and isinstance(x, jax.Array) and x.is_fully_addressable:
         return np.asarray(x)
     return x
-
-
-def _chunk_bytes(x: Any) -> int:
-    """How much is read at once: small enough that another layout need not read much in vain.
-
-    Pieces of a device are cut in up to 16, of at least 1 MiB, below which the store becomes slow.
-    """
-    piece = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
-    return int(min(max(np.prod(piece, dtype=np.int64) * x.dtype.itemsize // 16, _MIB), 16 * _MIB))

@@ -127,7 +127,7 @@ def _fitting(
 def held_bytes(p: Problem, rows: list[Bytes], choice: Choice) -> float:
     """Bytes on a device at the worst moment."""
     index = {c: p.layouts[c].index(choice.layouts[c]) for c in p.layouts}
-    kept = max((sum(float(values[index[c]]) for c, values in row.items()) for row in rows), default=0.0)
+    kept = max((sum((float(values[index[c]]) for c, values in row.items()), 0.0) for row in rows), default=0.0)
     return kept + in_flight(p, choice)
 
 

@@ -75,8 +75,9 @@ def move_states(p: Problem, choice: Choice, move: Move) -> tuple[State, State]:
 def busy_seconds(p: Problem, own: dict[int, np.ndarray], choice: Choice) -> float:
     """The part of a step that is no communication between operations."""
     index = {c: p.layouts[c].index(choice.layouts[c]) for c in p.layouts}
-    streams = sum(float(own[c][index[c]]) for c in own)
-    return streams + sum(op.times * work(op, w, p.graph, p.machine) for op, w in zip(p.graph.ops, choice.ways))
+    streams = sum((float(own[c][index[c]]) for c in own), 0.0)
+    work_of = (op.times * work(op, w, p.graph, p.machine) for op, w in zip(p.graph.ops, choice.ways))
+    return streams + sum(work_of, 0.0)
 
 
 def in_flight(p: Problem, choice: Choice) -> float:
@@ -88,4 +89,4 @@ def in_flight(p: Problem, choice: Choice) -> float:
             if op.axes is None and graph.cluster(v) not in p.free:
                 here, there = machine.factor(require(way, letters)), machine.factor(state_of(p, choice, v))
                 extra.append(graph.values[v].nbytes * max(0.0, 1 / here - 1 / there))
-    return sum(sorted(extra, reverse=True)[:IN_FLIGHT])
+    return sum(sorted(extra, reverse=True)[:IN_FLIGHT], 0.0)
