@@ -15,7 +15,7 @@ from ._errors import MismatchError, ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._names import Mode
 from ._pad import padded, rows_sharding
-from ._put import from_part, is_global, is_here, is_key, put_all
+from ._put import can_cut, cut, from_part, is_global, is_here, is_key, put_all
 from ._rows import batch_rows, DEFAULT_NAMES, known, Layout, Row, types_of
 from ._shard_info import ShardedLeaf, ShardInfo
 from ._tree import dtype_name, shown, type_text
@@ -108,12 +108,11 @@ def place_batch(
     elif rows is not None:
         raise ShardingError("`rows` says to how many rows to pad: give `pad` too, what to fill them up with.")
     out = place_leaves(leaves, lies, local, None if alone or local else channel)
-    result: list[Any] = [jtu.tree_unflatten(treedef, out)]
-    if mask is not None:
-        result.append(_placed_mask(mask, lies, local))
-    if info:
-        result.append(_info(out, lies, given))
-    return result[0] if len(result) == 1 else tuple(result)
+    placed = jtu.tree_unflatten(treedef, out)
+    if mask is None and not info:
+        return placed
+    masks = () if mask is None else (_placed_mask(mask, lies, local),)
+    return placed, *masks, *((_info(out, lies, given),) if info else ())
 
 
 def place_leaves(leaves: list[Any], lies: tuple[Row | None, ...], local: bool, channel: str | None) -> list[Any]:
@@ -121,12 +120,17 @@ def place_leaves(leaves: list[Any], lies: tuple[Row | None, ...], local: bool, c
     out = list(leaves)
     moved: list[tuple[int, Row]] = []
     arrays: list[Any] = []
+    at_once = jax.process_count() == 1 and can_cut()
     for i, row in enumerate(lies):
         if row is None:
             continue
         x = leaves[i]
         if isinstance(x, np.ndarray):
-            arrays.append(_exact(x, row.path) if row.wide else x)
+            x = _exact(x, row.path) if row.wide else x
+            if at_once and type(x) is np.ndarray:
+                out[i] = cut(x, row.sharding)
+                continue
+            arrays.append(x)
         elif isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
             out[i] = _constrained(x, row, local)
             continue

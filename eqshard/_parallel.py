@@ -65,13 +65,14 @@ def parallel_map(
     out = None if out_spec is None else Layout.key(out_spec)
     how = known(mesh), said, DEFAULT_NAMES if names is None else known(names), mode
     try:  # the shortest way to a second call: a function, and arrays that have their places
-        places = [x.aval for x in leaves] + [x.sharding for x in leaves]
+        places = [part for x in leaves for part in (x.sharding, x.shape, x.dtype)]
     except AttributeError:
         places = []
     if places and type(fn) is FunctionType:
         run = _ready(fn, out, *how, treedef, *places)
         if run is not None:
-            return _joined(run((), batch))
+            results = run((), batch)
+            return results.rest.join(results.arrays) if type(results) is _Mixed else results
     lies = batch_rows(treedef, types_of(leaves, False), *how)
     placed = place_leaves(leaves, lies, False, "batch" if jax.process_count() > 1 else None)
     arrays, rest = split_leaves(placed, [row is not None for row in lies], treedef)
@@ -81,7 +82,8 @@ def parallel_map(
     if constants:
         constants = replicate(constants, next(row.sharding.mesh for row in lies if row is not None))
     run = _program(function, rest, known(lies), said if out is None else out, *how[2:])
-    return _joined(run(tuple(constants), rest.join(arrays) if len(arrays) == len(leaves) else arrays))
+    results = run(tuple(constants), rest.join(arrays) if len(arrays) == len(leaves) else arrays)
+    return results.rest.join(results.arrays) if type(results) is _Mixed else results
 
 
 class _Mixed(NamedTuple):
@@ -91,21 +93,16 @@ class _Mixed(NamedTuple):
     rest: Rest
 
 
-def _joined(results: Any) -> PyTree[Any]:
-    return results.rest.join(results.arrays) if type(results) is _Mixed else results
-
-
 @functools.lru_cache(maxsize=256)
 def _ready(
-    fn: FunctionType, out: Any, mesh: Known, said: Any, names: Known, mode: Any, treedef: Any, *types_and_shardings: Any
+    fn: FunctionType, out: Any, mesh: Known, said: Any, names: Known, mode: Any, treedef: Any, *places: Any
 ) -> Callable[..., Any] | None:
     """The compiled map for a batch that is all arrays, if each of them lies where it must."""
-    n = treedef.num_leaves
-    types, shardings = types_and_shardings[:n], types_and_shardings[n:]
-    lies = batch_rows(treedef, tuple([(t.shape, t.dtype, False) for t in types]), mesh, said, names, mode)
+    shardings, shapes, dtypes = places[::3], places[1::3], places[2::3]
+    lies = batch_rows(treedef, tuple([(n, t, False) for n, t in zip(shapes, dtypes)]), mesh, said, names, mode)
     if any(row is None or row.sharding != sharding for row, sharding in zip(lies, shardings)):
         return None
-    rest = split_leaves(list(types), [True] * n, treedef)[1]
+    rest = split_leaves(list(shapes), [True] * len(shapes), treedef)[1]
     return _program(split(fn)[1], rest, known(lies), said if out is None else out, names, mode)
 
 

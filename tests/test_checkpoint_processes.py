@@ -138,6 +138,7 @@ def test_each_process_reads_its_own_part(tmp_path):
         "rows over 8": (eqshard.MeshSpec(x=8), P("x")),
         "whole on 8": (eqshard.MeshSpec(x=8), P()),
         "2 x 4 tiles": (eqshard.MeshSpec(x=2, y=4), P("x", "y")),
+        "columns over 8": (eqshard.MeshSpec(x=8), P(None, "x")),
     }
     paths = {}
     for name, (mesh, spec) in sources.items():
@@ -147,4 +148,5 @@ def test_each_process_reads_its_own_part(tmp_path):
     for found in run_processes(read_body, 2, 4, args=(paths, mib)):
         print(json.dumps(found))
         for name, (ratio, _) in found.items():
-            assert 0.5 < ratio <= 1.1, name
+            # Orbax cuts chunks only along what is split: of columns, each process must read the other's rows too.
+            assert 0.5 < ratio <= (2.1 if name == "columns over 8" else 1.1), name
