@@ -8,7 +8,7 @@ import jax
 import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Var
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from ._apply import apply
 from ._auto import auto_plan
@@ -21,23 +21,23 @@ from ._plan import leaf_plan, match, named_shardings, ShardingPlan
 from ._put import is_tracing
 from ._spec import UNCONSTRAINED
 from ._stray import check_devices
-from ._tree import array_leaves
+from ._tree import array_leaves, Tree
 
 
 _LEAST_BYTES = 2**25  # a program that makes less is not worth to be cut
 
-Planner = Callable[[PyTree[Any], MeshLike], ShardingPlan]
+Planner = Callable[[Tree, MeshLike], ShardingPlan]
 """A function of shapes and a mesh: `auto_plan`, `fsdp_plan`, `functools.partial(rule_plan, rules=...)`, ..."""
 
 
 @overload
-def init(plan: ShardingPlan, fn: Callable[..., Any], /, *args: Any) -> PyTree[Any]: ...
+def init(plan: ShardingPlan, fn: Callable[..., Any], /, *args: Any) -> Tree: ...
 
 
 @overload
 def init(
     fn: Callable[..., Any], /, *args: Any, mesh: MeshLike, planner: Planner = auto_plan
-) -> tuple[PyTree[Any], ShardingPlan]: ...
+) -> tuple[Tree, ShardingPlan]: ...
 
 
 def init(first: Any, /, *args: Any, mesh: MeshLike | None = None, planner: Planner = auto_plan) -> Any:
@@ -130,7 +130,7 @@ class _Traced(NamedTuple):
 
     program: ClosedJaxpr
     inputs: list[Any]
-    shape: PyTree[Any]
+    shape: Tree
     """With structs for the arrays that the program computes; what is no such array is there as it is."""
     twins: list[int]
     """For each leaf the number of the first leaf that is the same object."""
@@ -154,7 +154,7 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Traced:
     return _Traced(program, jtu.tree_leaves(dynamic), shape, twins)
 
 
-def _born(plan: ShardingPlan, traced: _Traced, args: tuple[Any, ...]) -> PyTree[Any]:
+def _born(plan: ShardingPlan, traced: _Traced, args: tuple[Any, ...]) -> Tree:
     leaves, treedef = jtu.tree_flatten(traced.shape)
     order = match(plan, leaves, treedef)
     mesh = plan.build()
