@@ -120,7 +120,13 @@ if TYPE_CHECKING:
         Program as Program,
         TargetError as TargetError,
     )
-    from .program import constrain as constrain, step_plan as step_plan, StepPlan as StepPlan
+    from .program import (
+        best_mesh as best_mesh,
+        BestMesh as BestMesh,
+        constrain as constrain,
+        step_plan as step_plan,
+        StepPlan as StepPlan,
+    )
 
 
 __version__ = "0.1.0"
@@ -143,7 +149,7 @@ _LATER = {
     "_report": "report visualize_leaf",
     "checkpoint": "",
     "compiler": "Collective collectives compile_report compile_reports CompileReport Program TargetError",
-    "program": "constrain step_plan StepPlan",
+    "program": "best_mesh BestMesh constrain step_plan StepPlan",
 }
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
 
@@ -15,7 +16,11 @@ from ._spec import GivenUp, spec_text
 from ._tree import is_dtype_name, itemsize, shown, size_text
 
 
-def explain(plan: ShardingPlan, path: str | None = None) -> str:
+if TYPE_CHECKING:
+    from .program import StepPlan
+
+
+def explain(plan: "ShardingPlan | StepPlan", path: str | None = None) -> str:
     """For each leaf: how it lies, what a device holds of it, why, and what was given up at which cost.
 
     Leaves that differ in the number of a layer only are told of once.
@@ -33,12 +38,17 @@ def explain(plan: ShardingPlan, path: str | None = None) -> str:
 
     **Arguments:**
 
+    - `plan`: a plan; or a `StepPlan`, of which it is told what products cut, what that costs, and what was not taken.
     - `path`: a leaf's path, or a regular expression that finds some; default: all leaves.
 
     **Raises:**
 
     - `MismatchError`: no leaf of that path.
     """
+    if not isinstance(plan, ShardingPlan):
+        if path is None:
+            return plan.explain()
+        raise ShardingError("a StepPlan has a plan for each argument: `explain(plan.args[0], path)`.")
     return "\n".join(
         _leaf_text(name, leaves, plan.mesh) for name, leaves in fold_leaves(_asked(plan, path), words=True)
     )

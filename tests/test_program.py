@@ -6,13 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import zoo
 from jax.sharding import PartitionSpec as P
 
 import eqshard
 from eqshard.program._build import build
 from eqshard.program._cost import Machine
 from eqshard.program._fold import fold_alike
+from eqshard.program._price import busy_seconds, moved
 from eqshard.program._solve import problem
+from eqshard.program._study import study
 from eqshard.program._together import reshape_dims
 from eqshard.program._trace import trace
 
@@ -257,3 +260,88 @@ def test_an_opaque_call_is_whole_or_as_told():
     assert told.args[0][""].spec == P("a")
     with pytest.raises(eqshard.ShardingError, match=r"the rule 'row -> row' for `pure_callback` does not fit"):
         eqshard.step_plan(step, shape(64, 64), mesh=mesh, rules={"pure_callback": "row -> row"})
+
+
+@pytest.mark.parametrize("name", ["mlp", "moe"])
+def test_what_was_solved_costs_what_it_was_solved_for(name):
+    case = zoo.case(name, "tiny")
+    mesh = eqshard.MeshSpec(data=4, tp=2, chip=EAGER)
+    begun = study(trace(case.step, case.args), mesh, {}, None, 30.0)
+    chosen = begun.choose({})
+    waits = sum(m.exposed for m in moved(chosen.p, chosen.choice))
+    assert busy_seconds(chosen.p, chosen.own, chosen.choice) + waits == pytest.approx(chosen.choice.seconds, rel=1e-6)
+
+
+def test_explain_says_what_is_cut_what_it_costs_and_what_was_not_taken():
+    case = zoo.case("mlp", "tiny")
+    plan = eqshard.step_plan(case.step, *case.args, mesh=eqshard.MeshSpec(data=4, tp=2, chip="v5e"), compare=True)
+    text = eqshard.explain(plan)
+    for words in ("a step on", "at rest", "not taken", "whole weights, batch over all"):
+        assert words in text
+    assert max(len(line) for line in text.splitlines()) < 160
+    assert all(other.seconds >= plan.seconds * (1 - 1e-9) for other in plan.alternatives)
+    assert eqshard.StepPlan.from_json(plan.to_json()).explain() == text
+    with pytest.raises(eqshard.ShardingError, match="a plan for each argument"):
+        eqshard.explain(plan, ".layers")
+
+
+def test_the_compiler_decides_among_candidates(tmp_path):
+    case = zoo.case("mlp", "tiny")
+    mesh = eqshard.MeshSpec(data=4, tp=2)
+    said = []
+    tune = lambda: eqshard.step_plan(
+        case.step, *case.args, mesh=mesh, tune=3, target="cpu:8", cache=tmp_path, progress=said.append
+    )
+    plan = tune()
+    kept = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    assert 1 <= len(kept) <= 3
+    assert "by the compiler" in plan.notes[-1]
+    assert len(plan.alternatives) == len(kept) - 1
+    assert any("compiling candidate 1 of at most 3: planned" in line for line in said)
+    assert tune() == plan
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == kept  # nothing was compiled again
+    next(iter(kept)).write_bytes(b"torn")
+    assert tune() == plan
+
+
+def test_best_mesh_is_the_quickest_that_fits():
+    shapes = shape(4096, 4096, dtype="bfloat16"), shape(8192, 4096, dtype="bfloat16")
+    found = eqshard.best_mesh(lambda w, x: jnp.tanh(x @ w), *shapes, devices=12, chip="v5e")
+    assert [c.mesh.sizes for c in found.candidates if len(c.mesh.sizes) == 1] == [(12,)]
+    assert {c.mesh.sizes for c in found.candidates} == {(12,), (6, 2), (4, 3)}
+    seconds = [c.plan.seconds for c in found.candidates if c.plan is not None]
+    assert seconds == sorted(seconds)
+    assert found.plan.mesh == found.mesh
+    assert found.to_dict()["candidates"][0]["fits"]
+    assert "does not fit" not in str(found)
+    with pytest.raises(eqshard.BudgetError, match="on none of 3 meshes of 12 devices"):
+        eqshard.best_mesh(lambda w, x: x @ w, *shapes, devices=12, chip="v5e", max_bytes=10)
+
+
+def test_less_memory_where_that_is_what_matters():
+    case = zoo.case("mlp", "tiny")
+    mesh = eqshard.MeshSpec(data=4, tp=2, chip="v5e")
+    quick, small = (eqshard.step_plan(case.step, *case.args, mesh=mesh, objective=o) for o in ("time", "memory"))
+    assert small.bytes_per_device < quick.bytes_per_device
+    with pytest.raises(eqshard.ShardingError, match="`objective` is"):
+        eqshard.step_plan(case.step, *case.args, mesh=mesh, objective="money")
+
+
+def test_fixed_takes_logical_names_and_partial_plans():
+    def step(model, batch):
+        return jax.vmap(model)(batch).sum()
+
+    mesh = eqshard.MeshSpec(dp=4, tp=2, chip="v5e")
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, 256, 2, key=jax.random.key(0))
+    batch = shape(128, 64)
+    part = eqshard.ShardingPlan(mesh, [eqshard.LeafPlan(".layers[1].weight", (256, 256), "float32", P("tp"), P("tp"))])
+    plan = eqshard.step_plan(step, model, batch, mesh=mesh, fixed={"model": part, "batch": (eqshard.BATCH, None)})
+    assert plan.args[0][".layers[1].weight"].spec == P("tp")
+    assert plan.args[1][""].spec == P("dp")
+    assert eqshard.step_plan(step, model, batch, mesh=mesh, fixed=[part, None]).args[0][".layers[1].weight"].spec == P(
+        "tp"
+    )
+    with pytest.raises(eqshard.MismatchError, match="leaves that it has not"):
+        eqshard.step_plan(step, model, batch, mesh=mesh, fixed={"batch": part})
+    with pytest.raises(eqshard.MismatchError, match="but the step is planned on"):
+        eqshard.step_plan(step, model, batch, mesh=eqshard.MeshSpec(dp=8), fixed=[part])

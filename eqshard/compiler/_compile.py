@@ -1,6 +1,7 @@
 """compile_report: what a plan costs, on devices that need not be there."""
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from .._chip import as_chip, Chip, chip_of, CHIPS
 from .._mesh import MeshSpec
 from .._spec import shard_factor
 from .._tree import dtype_name, itemsize
-from ._child import compile_elsewhere
+from ._cache import compile_cached
 from ._flops import count_flops, Flops
 from ._hints import find_hints, refusal_hint
 from ._hlo import read_module
@@ -78,6 +79,7 @@ def compile_reports(
     target: str | Target | None = None,
     chip: Chip | str | None = None,
     processes: int = 1,
+    cache: str | os.PathLike[str] | None = None,
 ) -> list[CompileReport]:
     """`compile_report` for several programs, in one child process or several.
 
@@ -92,13 +94,14 @@ def compile_reports(
     **Arguments:**
 
     - `processes`: how many children share the programs, if the target is not at hand.
+    - `cache`: a folder for what the compiler of such a target said, so that it is not asked twice.
     """
     if target is None:
         return [_compile_here(flatten(program, None), as_chip(chip)) for program in programs]
     where = as_target(target)
     flats = [flatten(program, where) for program in programs]
     lowered = [lower_for(flat, where) for flat in flats]
-    answers = compile_elsewhere([job for job, _ in lowered], where, processes)
+    answers = compile_cached([job for job, _ in lowered], where, processes, cache)
     return [
         report_on(flat, answer, flops, as_chip(chip) or flat.mesh.chip or CHIPS[where.chip], str(where))
         for flat, answer, (_, flops) in zip(flats, answers, lowered)

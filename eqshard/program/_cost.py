@@ -22,9 +22,9 @@ MATMUL = 0.75
 """How much of its peak a chip reaches in matrix products."""
 
 
-HIDDEN = {"all-gather": 0.8, "reduce-scatter": 0.8}
-"""How much of a collective on weights and gradients runs beside other work, as nothing waits for it at once. Measured
-with the TPU compiler: of FSDP's transfers 70 to 88 % are hidden, of all-reduces none."""
+HIDDEN = 0.8
+"""How much of a gather or scatter of weights and gradients runs beside other work, as nothing waits for it at once.
+Measured with the TPU compiler: of FSDP's transfers 70 to 88 % are hidden, of all-reduces none."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Machine:
     bandwidths: tuple[float, ...]
     """Bytes a second that a device sends along each axis."""
     chip: Chip
+    hidden: float = HIDDEN
 
     @classmethod
     def of(cls, mesh: MeshSpec) -> "Machine":
@@ -84,13 +85,20 @@ class Machine:
                 yield "all-reduce", axis, local, 2 * self.gather(axis, local)
         yield from self.moves(nbytes, tuple(state), want)
 
-    def move(self, nbytes: float, have: State, want: State, rests: bool = False) -> float:
-        """Seconds to bring a value from one state to another, without what is hidden if it is one that rests."""
-        return 0.0 if have == want else sum((exposed(t, rests) for t in self.moves(nbytes, have, want)), 0.0)
+    def move(self, nbytes: float, have: State, want: State, unwaited: bool = False) -> float:
+        """Seconds to bring a value from one state to another, without what is hidden if nobody waits for it."""
+        return 0.0 if have == want else sum((self.exposed(t, unwaited) for t in self.moves(nbytes, have, want)), 0.0)
 
-    def settle(self, nbytes: float, made: State, partial: tuple[bool, ...], want: State, rests: bool = False) -> float:
+    def settle(
+        self, nbytes: float, made: State, partial: tuple[bool, ...], want: State, unwaited: bool = False
+    ) -> float:
         """Seconds to sum partial results and bring them where they are wanted."""
-        return sum((exposed(t, rests) for t in self.sums(nbytes, made, partial, want)), 0.0)
+        return sum((self.exposed(t, unwaited) for t in self.sums(nbytes, made, partial, want)), 0.0)
+
+    def exposed(self, transfer: Transfer, unwaited: bool) -> float:
+        """The seconds of a transfer that others wait for."""
+        kind, _, _, seconds = transfer
+        return seconds * (1 - self.hidden) if unwaited and kind in ("all-gather", "reduce-scatter") else seconds
 
     def compute(self, flops: float, nbytes: float) -> float:
         """Seconds of work on one device, whichever of arithmetic and memory is slower."""
@@ -99,12 +107,6 @@ class Machine:
     def stream(self, nbytes: float) -> float:
         """Seconds that elementwise work on so many bytes takes on one device."""
         return FUSED * nbytes / self.chip.hbm_bandwidth
-
-
-def exposed(transfer: Transfer, rests: bool) -> float:
-    """The seconds of a transfer that others wait for."""
-    kind, _, _, seconds = transfer
-    return seconds * (1 - HIDDEN.get(kind, 0.0)) if rests else seconds
 
 
 def _bandwidth(chip: Chip, size: int, across_hosts: bool) -> float:

@@ -38,26 +38,36 @@ def fold_alike(graph: Graph, layouts: dict[int, list[tuple[int, ...]]], anchored
         c: hash((len(layouts[c]), tuple(sorted(s)), anchored.get(c), _pattern(layouts[c], names[c])))
         for c, s in shapes.items()
     }
-    op_color: list[int] = []
-    move_color: list[int] = []
     for _ in range(ROUNDS):
         around: dict[int, list[int]] = {c: [] for c in layouts}
-        op_color = []
-        for op in graph.ops:
-            ends = [(graph.cluster(v), letters, v) for v, letters in op.operands + op.outs]
-            seen = tuple((color[c], letters, _local(graph, v, names[c])) for c, letters, v in ends)
-            op_color.append(hash((op.kind, op.times, tuple(op.sizes), op.reduced, len(op.operands), seen)))
-            for i, (c, _, _) in enumerate(ends):
-                around[c].append(hash((op_color[-1], i)))
-        move_color = []
-        for m in graph.moves:
-            a, b = graph.cluster(m.source), graph.cluster(m.target)
-            local = _local(graph, m.source, names[a]), _local(graph, m.target, names[b])
-            move_color.append(hash((m.times, m.pairs, color[a], color[b], local)))
-            around[a].append(hash((move_color[-1], "from")))
-            around[b].append(hash((move_color[-1], "to")))
+        for op, seen in zip(graph.ops, _op_colors(graph, color, names)):
+            for i, (v, _) in enumerate(op.operands + op.outs):
+                around[graph.cluster(v)].append(hash((seen, i)))
+        for m, seen in zip(graph.moves, _move_colors(graph, color, names)):
+            around[graph.cluster(m.source)].append(hash((seen, "from")))
+            around[graph.cluster(m.target)].append(hash((seen, "to")))
         color = {c: hash((color[c], tuple(sorted(set(around[c]))))) for c in layouts}
-    return _fold(layouts, color, op_color, move_color)
+    # Operations and moves by the colours that clusters have in the end, so that those of one colour cost the same.
+    return _fold(layouts, color, _op_colors(graph, color, names), _move_colors(graph, color, names))
+
+
+def _op_colors(graph: Graph, color: dict[int, int], names: dict[int, dict[int, int]]) -> list[int]:
+    found = []
+    for op in graph.ops:
+        ends = [(graph.cluster(v), letters, v) for v, letters in op.operands + op.outs]
+        seen = tuple((color[c], letters, _local(graph, v, names[c]), graph.values[v].waited) for c, letters, v in ends)
+        found.append(hash((op.kind, op.times, tuple(op.sizes), op.reduced, op.axes, len(op.operands), seen)))
+    return found
+
+
+def _move_colors(graph: Graph, color: dict[int, int], names: dict[int, dict[int, int]]) -> list[int]:
+    found = []
+    for m in graph.moves:
+        a, b = graph.cluster(m.source), graph.cluster(m.target)
+        local = _local(graph, m.source, names[a]), _local(graph, m.target, names[b])
+        waited = graph.values[m.source].waited, graph.values[m.target].waited
+        found.append(hash((m.times, m.pairs, color[a], color[b], local, waited)))
+    return found
 
 
 def _fold(layouts: dict[int, Any], color: dict[int, int], op_color: list[int], move_color: list[int]) -> Fold:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._cost import exposed, State, Transfer
+from ._cost import State, Transfer
 from ._graph import Move, Place
 from ._solve import Choice, partial, Problem, project, require, work
 
@@ -27,6 +27,8 @@ class Moved:
     """All of it, `times` times; `exposed` is what others wait for."""
     exposed: float
     path: Place
+    made: bool
+    """Whether it brings a result away, not an operand here."""
 
 
 def state_of(p: Problem, choice: Choice, v: int) -> State:
@@ -43,9 +45,10 @@ def moved(p: Problem, choice: Choice) -> list[Moved]:
 def _moved(p: Problem, choice: Choice) -> Iterator[Moved]:
     graph, machine = p.graph, p.machine
 
-    def item(v: int, transfer: Transfer, times: float, unwaited: bool, path: Place) -> Moved:
+    def item(v: int, transfer: Transfer, times: float, unwaited: bool, path: Place, made: bool = False) -> Moved:
         kind, axis, nbytes, seconds = transfer
-        return Moved(v, kind, axis, nbytes, times, times * seconds, times * exposed(transfer, unwaited), path)
+        waited = times * machine.exposed(transfer, unwaited)
+        return Moved(v, kind, axis, nbytes, times, times * seconds, waited, path, made)
 
     for op, way in zip(graph.ops, choice.ways):
         for v, letters in op.operands:
@@ -56,7 +59,7 @@ def _moved(p: Problem, choice: Choice) -> Iterator[Moved]:
             if graph.cluster(v) not in p.free:
                 want = state_of(p, choice, v)
                 for t in machine.sums(graph.values[v].nbytes, require(way, letters), partial(way, op), want):
-                    yield item(v, t, op.times, not graph.values[v].waited, op.path)
+                    yield item(v, t, op.times, not graph.values[v].waited, op.path, made=True)
     for m in graph.moves:
         if graph.cluster(m.source) not in p.free:
             have, want = move_states(p, choice, m)

@@ -173,12 +173,15 @@ def link_tables(p: Problem, number: int) -> list[tuple[int, np.ndarray, list[int
         here = [(require(w, letters), partial(w, op) if out else ()) for w in p.ways[number]]
         states, wants = list(dict.fromkeys(there)), list(dict.fromkeys(here))
         table = np.zeros((len(states), len(wants)))
+        unwaited = not graph.values[v].waited
         if c not in p.free:
             for i, s in enumerate(states):
                 for j, (w, summed) in enumerate(wants):
-                    rests = not graph.values[v].waited
+                    unwaited = not graph.values[v].waited
                     table[i, j] = (
-                        machine.settle(nbytes, w, summed, s, rests) if out else machine.move(nbytes, s, w, rests)
+                        machine.settle(nbytes, w, summed, s, unwaited=unwaited)
+                        if out
+                        else machine.move(nbytes, s, w, unwaited)
                     )
         index_s, index_w = {s: i for i, s in enumerate(states)}, {w: j for j, w in enumerate(wants)}
         links.append((c, table * op.times, [index_s[s] for s in there], [index_w[w] for w in here]))
@@ -199,8 +202,8 @@ def move_table(p: Problem, move: Move) -> tuple[np.ndarray, list[int], list[int]
     table = np.zeros((len(states), len(wants)))
     if source not in p.free:
         nbytes = graph.values[move.source].nbytes
-        rests = not (graph.values[move.source].waited and graph.values[move.target].waited)
-        table[:] = [[p.machine.move(nbytes, s, w, rests) for w in wants] for s in states]
+        unwaited = not (graph.values[move.source].waited and graph.values[move.target].waited)
+        table[:] = [[p.machine.move(nbytes, s, w, unwaited) for w in wants] for s in states]
     index_s, index_w = {s: i for i, s in enumerate(states)}, {w: j for j, w in enumerate(wants)}
     return table * move.times, [index_s[s] for s in there], [index_w[w] for w in here]
 

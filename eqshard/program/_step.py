@@ -1,6 +1,8 @@
 """The plan of a step: a plan for each argument, and the layouts of the values inside."""
 
+import html
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import equinox as eqx
@@ -16,6 +18,46 @@ from .._value import header, Reader, Value, whole_number
 
 Point = tuple[tuple[int, ...], str, int, PartitionSpec]
 """Where a layout is written: the equation's place, which side of it, which operand or result, and the layout."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A transfer that a planned step makes, by the planner's count."""
+
+    what: str
+    """The leaf that it moves, "update of" one, or the type of a value inside."""
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: float
+    """Bytes in all along the axes, each time."""
+    times: float
+    seconds: float
+    exposed_seconds: float
+    """What is not hidden behind other work."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension that products of a planned step cut."""
+
+    what: str
+    """Where it is found: in a leaf, or "inner"."""
+    size: int
+    axes: tuple[tuple[str, float], ...]
+    """The mesh axes that cut it, each with the share of the step's arithmetic in which it does."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was not taken."""
+
+    name: str
+    seconds: float
+    """Of a step: predicted, or by the compiler if it was asked."""
+    bytes_per_device: float
+    why: str
+    """Why it lost."""
+
 
 SIDES = ("arg", "in", "way", "out", "carry", "result")
 
@@ -53,6 +95,12 @@ class StepPlan(Value):
     """What the planner wants a person to know."""
     options: tuple[tuple[str, str], ...] = eqx.field(static=True, default=())
     """Compiler options that go with the layouts."""
+    costs: tuple[Cost, ...] = eqx.field(static=True, default=())
+    """The dearest transfers."""
+    dims: tuple[Dim, ...] = eqx.field(static=True, default=())
+    """The dimensions that products cut."""
+    alternatives: tuple[Alternative, ...] = eqx.field(static=True, default=())
+    """What else was looked at, and what it would have cost."""
 
     def _key(self) -> Any:
         return self.mesh, self.args, self.inner, self.program, self.options
@@ -71,6 +119,15 @@ class StepPlan(Value):
         """The predicted time of communication, none of it hidden."""
         return self.seconds - self.compute_seconds
 
+    def explain(self) -> str:
+        """Why the step is laid out as it is: what is cut, what that costs, and what was not taken."""
+        from ._explain import explain_step  # noqa: PLC0415 (which reads this module)
+
+        return explain_step(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.explain())}</pre>"
+
     def to_dict(self) -> dict[str, Any]:
         return header("step") | {
             "args": [plan.to_dict() for plan in self.args],
@@ -82,6 +139,9 @@ class StepPlan(Value):
             "bytes_per_device": self.bytes_per_device,
             "notes": list(self.notes),
             "options": [list(pair) for pair in self.options],
+            "costs": [asdict(cost) for cost in self.costs],
+            "dims": [asdict(dim) for dim in self.dims],
+            "alternatives": [asdict(other) for other in self.alternatives],
         }
 
     @classmethod
@@ -89,7 +149,8 @@ class StepPlan(Value):
         read = Reader(data, "step")
         read.header()
         numbers = ("seconds", "compute_seconds", "bytes_per_device")
-        read.only("format", "version", "args", "inner", "program", "mesh", "notes", "options", *numbers)
+        extras = ("costs", "dims", "alternatives")
+        read.only("format", "version", "args", "inner", "program", "mesh", "notes", "options", *numbers, *extras)
         inner = []
         for entry in read.get("inner", list):
             if not (isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], list) and entry[1] in SIDES):
@@ -108,5 +169,36 @@ class StepPlan(Value):
             program=read.get("program", str),
             notes=read.strings("notes", ()),
             options=tuple(options),
+            costs=tuple(_cost(entry) for entry in read.get("costs", list, [])),
+            dims=tuple(_dim(entry) for entry in read.get("dims", list, [])),
+            alternatives=tuple(_alternative(entry) for entry in read.get("alternatives", list, [])),
             **{n: float(read.get(n, (int, float))) for n in numbers},
         )
+
+
+def _reader(entry: Any, what: str) -> Reader:
+    if not isinstance(entry, Mapping):
+        raise FormatError(f"step: `{what}` holds objects.")
+    return Reader(entry, f"step: {what}")
+
+
+def _cost(entry: Any) -> Cost:
+    read = _reader(entry, "costs")
+    numbers = {n: float(read.get(n, (int, float))) for n in ("nbytes", "times", "seconds", "exposed_seconds")}
+    return Cost(read.get("what", str), read.get("kind", str), read.strings("axes", ()), **numbers)
+
+
+def _dim(entry: Any) -> Dim:
+    read = _reader(entry, "dims")
+    axes = []
+    for pair in read.get("axes", (list, tuple)):
+        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise FormatError("step: `axes` of a dimension holds [axis, share] pairs.")
+        axes.append((pair[0], float(pair[1])))
+    return Dim(read.get("what", str), whole_number(read.get("size", int), "step: size"), tuple(axes))
+
+
+def _alternative(entry: Any) -> Alternative:
+    read = _reader(entry, "alternatives")
+    numbers = {n: float(read.get(n, (int, float))) for n in ("seconds", "bytes_per_device")}
+    return Alternative(read.get("name", str), why=read.get("why", str), **numbers)

@@ -56,7 +56,7 @@ def reduction(graph: Graph, at: Equation, whole: bool = False) -> None:
 
 def along(graph: Graph, at: Equation) -> None:
     """Cumulative sums and the like: the dimension along which they run is whole."""
-    axes = at.params["dimensions"] if at.name == "rev" else (at.params["axis"],)
+    axes = [int(d) for d in (at.params["dimensions"] if at.name == "rev" else (at.params["axis"],))]
     for a, out in zip(at.ins, at.outs):
         graph.same(a, out, skip=axes)
 
@@ -101,7 +101,7 @@ def reshape(graph: Graph, at: Equation) -> None:
 
 
 def concatenate(graph: Graph, at: Equation) -> None:
-    out, joined = at.outs[0], at.params["dimension"]
+    out, joined = at.outs[0], int(at.params["dimension"])
     for a in at.ins:
         if a is not None and out is not None and not graph.same(a, out, skip=(joined,)):
             graph.move(a, out, [(d, d) for d in range(len(graph.shape(a))) if d != joined], at.times, at.path)
@@ -144,7 +144,7 @@ def dynamic_update_slice(graph: Graph, at: Equation) -> None:
 
 def sort(graph: Graph, at: Equation) -> None:
     for a, out in zip(at.ins, at.outs):
-        graph.same(a, out, skip=(at.params["dimension"],))
+        graph.same(a, out, skip=(int(at.params["dimension"]),))
     for other in at.outs[1:]:
         graph.same(at.outs[0], other)
 

@@ -8,16 +8,12 @@ estimates are made anew each time.
 """
 
 import argparse
-import gzip
-import hashlib
-import json
 import math
 import pathlib
-import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import jax
 
@@ -29,10 +25,9 @@ import zoo  # noqa: E402
 
 import eqshard  # noqa: E402
 from eqshard.compiler import as_target, CompileReport, Program, Target  # noqa: E402
-from eqshard.compiler._child import compile_elsewhere  # noqa: E402
+from eqshard.compiler._cache import compile_cached  # noqa: E402
 from eqshard.compiler._compile import report_on  # noqa: E402
 from eqshard.compiler._program import flatten, lower_for  # noqa: E402
-from eqshard.compiler._worker import Answer  # noqa: E402
 
 
 HAND_WRITTEN = ("dp", "zero1", "fsdp", "megatron", "tp_fsdp", "ep")
@@ -70,23 +65,10 @@ def measure(case: zoo.Case, layout: zoo.Layout, target: Target, cache: pathlib.P
     """What the compiler makes of a layout, from the cache if it was asked before."""
     flat = flatten(Program(layout.step, case.args, layout.plans, case.donate, layout.options), target)
     job, flops = lower_for(flat, target)
-    asked = _without_lines(job.exported.mlir_module()), job.shardings, job.donated, job.options, target, jax.__version__
-    name = f"{case.name}-{case.size}-{layout.name}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
-    file = None if cache is None else cache / f"{name}.json.gz"
-    if file is not None and file.exists():
-        data = json.loads(gzip.decompress(file.read_bytes()))
-        answer = Answer(**data | {"coordinates": tuple(map(tuple, data["coordinates"]))})
-    else:
-        answer = compile_elsewhere([job], target)[0]
-        if file is not None:
-            file.write_bytes(gzip.compress(json.dumps(asdict(answer)).encode()))
+    folder = None if cache is None else cache / f"{case.name}-{case.size}-{layout.name}"
+    answer = compile_cached([job], target, 1, folder)[0]
     chip = flat.mesh.chip or eqshard.CHIPS[target.chip]
     return report_on(flat, answer, flops, chip, str(target))
-
-
-def _without_lines(module: str) -> str:
-    """A module's text without where in which file each operation came from."""
-    return re.sub(r"(?m)^#loc.*\n| loc\(.*\)", "", module)
 
 
 def mesh_of(target: Target, axes: str | None) -> eqshard.MeshSpec:

@@ -126,9 +126,9 @@ _SIZES = {
     "bench": Config(64, 1024, 16, 2048, heads=32, kv_heads=8, mlp=8192, vocab=32000),
     # Everything in bfloat16, the optimizer's moments too.
     "bf16": Config(64, 1024, 16, 2048, heads=32, kv_heads=8, mlp=8192, vocab=32000, params="bfloat16"),
-    "405b": Config(2048, 8192, 126, 16384, heads=128, kv_heads=8, mlp=53248, vocab=128256),
+    "405b": Config(4096, 4096, 126, 16384, heads=128, kv_heads=8, mlp=53248, vocab=128256),
     # The same load a chip on an eighth of the chips.
-    "405b_512": Config(256, 8192, 126, 16384, heads=128, kv_heads=8, mlp=53248, vocab=128256),
+    "405b_512": Config(512, 4096, 126, 16384, heads=128, kv_heads=8, mlp=53248, vocab=128256),
 }
 
 WEIGHTS = {

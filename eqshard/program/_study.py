@@ -1,0 +1,165 @@
+"""A program on a machine, ready to be solved again and again: with other overlap, other room, other fixed layouts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .._memory import BudgetError
+from .._mesh import MeshSpec
+from .._spec import canonical, entry_axes
+from .._tree import size_text
+from ._build import build
+from ._cost import Machine, State
+from ._fold import fold_alike
+from ._graph import Graph
+from ._ops import OpRules
+from ._price import in_flight
+from ._solve import Choice, Layout, own_seconds, Problem, problem, project, solve
+from ._trace import Traced
+
+
+HOST_BANDWIDTH = 10e9
+"""Bytes a second from the host to a device."""
+TRIES = 4
+"""How often a choice that does not fit with what is in flight is made again with less room."""
+BYTES_FIRST = 1e-6
+"""Seconds that a byte counts as where memory is what matters."""
+
+Bytes = dict[int, np.ndarray]
+"""For each cluster the bytes on a device in each of its layouts."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """All that is known of a step before anything is chosen."""
+
+    traced: Traced
+    mesh: MeshSpec
+    graph: Graph
+    ins: list[int | None]
+    """The values of the arguments; None for scalars."""
+    limit: float | None
+    seconds: float
+    """What the solver may take."""
+    objective: str
+
+    def choose(self, said: Mapping[int, PartitionSpec], hidden: float | None = None) -> "Chosen":
+        """The cheapest choice that fits.
+
+        **Arguments:**
+
+        - `said`: layouts of arguments that are given.
+        - `hidden`: how much of the transfers that nobody waits for costs nothing; default: as measured.
+
+        **Raises:**
+
+        - `BudgetError`: nothing fits.
+        """
+        machine = Machine.of(self.mesh)
+        machine = machine if hidden is None else replace(machine, hidden=hidden)
+        anchored = {
+            self.graph.cluster(v): as_layout(said[i], self.graph.dims(v), machine)
+            for i, v in enumerate(self.ins)
+            if v is not None and i in said
+        }
+        p = problem(self.graph, machine, self.ins, anchored)
+        own = own_seconds(p)
+        _add_reading(p, own, self.ins, set(self.traced.kept.values()))
+        rows = _memory_rows(p, self.ins)
+        aim = own if self.objective == "time" else _bytes_first(own, rows)
+        fold = fold_alike(self.graph, p.layouts, anchored)
+        room = self.limit
+        for _ in range(TRIES):
+            choice = solve(p, fold, aim, [] if room is None else [(row, room) for row in rows], seconds=self.seconds)
+            if choice is None:
+                break
+            held = held_bytes(p, rows, choice)
+            if self.limit is None or room is None or held <= self.limit:
+                return Chosen(replace(p, machine=Machine.of(self.mesh)), own, rows, choice, held)
+            room -= held - self.limit
+        assert self.limit is not None
+        raise BudgetError(_infeasible(rows, self.limit))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A choice, with what it was made from."""
+
+    p: Problem
+    own: dict[int, np.ndarray]
+    rows: list[Bytes]
+    choice: Choice
+    held: float
+    """Bytes on a device at the worst moment."""
+
+
+def study(
+    traced: Traced, mesh: MeshSpec, rules: OpRules, limit: float | None, seconds: float, objective: str = "time"
+) -> Study:
+    graph, ins, _ = build(traced, rules)
+    return Study(traced, mesh, graph, ins, limit, seconds, objective)
+
+
+def held_bytes(p: Problem, rows: list[Bytes], choice: Choice) -> float:
+    """Bytes on a device at the worst moment."""
+    index = {c: p.layouts[c].index(choice.layouts[c]) for c in p.layouts}
+    kept = max((sum((float(values[index[c]]) for c, values in row.items()), 0.0) for row in rows), default=0.0)
+    return kept + in_flight(p, choice)
+
+
+def as_layout(spec: PartitionSpec, dims: tuple[int, ...], machine: Machine) -> Layout:
+    where = {axis: dims[d] for d, entry in enumerate(spec) for axis in entry_axes(entry)}
+    return tuple(where.get(axis, -1) for axis in machine.names)
+
+
+def as_spec(state: State, machine: Machine, rank: int) -> PartitionSpec:
+    entries: list[tuple[str, ...]] = [()] * rank
+    for axis, dim in zip(machine.names, state):
+        if dim >= 0:
+            entries[dim] = (*entries[dim], axis)
+    return canonical(PartitionSpec(*entries))
+
+
+def _add_reading(p: Problem, own: dict[int, np.ndarray], ins: list[int | None], stay: set[int]) -> None:
+    """Arguments are read once; those that do not stay on the devices, such as batches, come from the host first."""
+    for i, v in enumerate(ins):
+        if v is not None:
+            c, dims, nbytes = p.graph.cluster(v), p.graph.dims(v), p.graph.values[v].nbytes
+            seconds = p.machine.stream(nbytes) + (0.0 if i in stay else nbytes / HOST_BANDWIDTH)
+            own[c] = own[c] + [seconds / p.machine.factor(project(lay, dims)) for lay in p.layouts[c]]
+
+
+def _memory_rows(p: Problem, ins: list[int | None]) -> list[Bytes]:
+    """Bytes on a device for each cluster and layout: the arguments, and what is alive at the worst times."""
+    rest = _bytes_of(p, {v: 1.0 for v in ins if v is not None})
+    args = {v for v in ins if v is not None}
+    rows = []
+    for live in p.graph.live[:2] or [{}]:
+        here = _bytes_of(p, {v: n for v, n in live.items() if v not in args})
+        rows.append({c: rest.get(c, 0.0) + here.get(c, 0.0) for c in rest.keys() | here.keys()})
+    return rows
+
+
+def _bytes_of(p: Problem, values: dict[int, float]) -> Bytes:
+    found: Bytes = {}
+    for v, n in values.items():
+        c = p.graph.cluster(v)
+        if c in p.layouts:
+            dims, nbytes = p.graph.dims(v), n * p.graph.values[v].nbytes
+            here = np.array([nbytes / p.machine.factor(project(lay, dims)) for lay in p.layouts[c]])
+            found[c] = found.get(c, 0.0) + here
+    return found
+
+
+def _infeasible(rows: list[Bytes], limit: float) -> str:
+    least = max(sum(float(values.min()) for values in row.values()) for row in rows)
+    return (
+        f"no layout of this step fits {size_text(limit)} a device: by the planner's count at least {size_text(least)} "
+        "is needed.\n  Ways out: a larger mesh, remat, a smaller batch, or optimizer state on the host."
+    )
+
+
+def _bytes_first(own: dict[int, np.ndarray], rows: list[Bytes]) -> dict[int, np.ndarray]:
+    return {c: costs + BYTES_FIRST * rows[0].get(c, 0.0) for c, costs in own.items()}

@@ -1,0 +1,93 @@
+"""Writes a choice down: a plan for each argument, and where in the program layouts are put."""
+
+from jax.sharding import PartitionSpec
+
+from .._plan import LeafPlan, ShardingPlan
+from ._cost import State
+from ._names import costs_of, dims_of
+from ._price import busy_seconds, moved, state_of
+from ._solve import Choice, Problem, require
+from ._step import Point, StepPlan
+from ._study import as_spec, Chosen, Study
+
+
+def written(study: Study, chosen: Chosen) -> StepPlan:
+    """The plan of a choice."""
+    traced, ins, p, choice = study.traced, study.ins, chosen.p, chosen.choice
+    args: list[list[LeafPlan]] = [[] for _ in range(1 + max((leaf.arg for leaf in traced.ins), default=-1))]
+    for leaf, v in zip(traced.ins, ins):
+        rest = PartitionSpec() if v is None else _spec_of(p, choice, v)
+        use = rest if v is None else _use_of(p, choice, v, rest)
+        why = "too small to cut" if v is None else "planned" if use == rest else "stored apart from how it is used"
+        args[leaf.arg].append(LeafPlan(leaf.path, leaf.shape, leaf.dtype, rest, use, None, why))
+    notes = [f"{n} of `{name}` are taken as they are: whole" for name, n in p.graph.unknown.items()]
+    if choice.gap > 0.01:
+        notes.append(f"the solver stopped {100 * choice.gap:.0f} % from what it could prove best")
+    busy = busy_seconds(p, chosen.own, choice)
+    return StepPlan(
+        mesh=study.mesh,
+        args=tuple(ShardingPlan(study.mesh, tuple(rows)) for rows in args),
+        inner=tuple(_points(p, choice, ins)),
+        program=traced.fingerprint,
+        seconds=busy + sum((m.exposed for m in moved(p, choice)), 0.0),
+        compute_seconds=busy,
+        bytes_per_device=chosen.held,
+        notes=tuple(notes),
+        costs=costs_of(study, chosen),
+        dims=dims_of(study, chosen),
+    )
+
+
+def _spec_of(p: Problem, choice: Choice, v: int) -> PartitionSpec:
+    return as_spec(state_of(p, choice, v), p.machine, len(p.graph.values[v].shape))
+
+
+def _use_of(p: Problem, choice: Choice, v: int, rest: PartitionSpec) -> PartitionSpec:
+    """How the products that read an argument want it: by the names of its copies."""
+    for move in p.graph.moves:
+        if move.source != v or not move.path:
+            continue
+        copy = p.graph.cluster(move.target)
+        for op, way in zip(p.graph.ops, choice.ways):
+            for u, letters in op.operands:
+                if op.kind in ("dot", "conv", "gather") and _reads(p, u, copy):
+                    cut = {a: p.graph.dims(u)[d] for a, d in enumerate(require(way, letters)) if d >= 0}
+                    dims = p.graph.dims(move.target)
+                    state = tuple(dims.index(cut[a]) if cut.get(a, -1) in dims and cut.get(a, -1) >= 0 else -1
+                                  for a in range(len(p.machine.sizes)))  # fmt: skip
+                    return as_spec(state, p.machine, len(dims))
+    return rest
+
+
+def _reads(p: Problem, u: int, copy: int) -> bool:
+    c = p.graph.cluster(u)
+    return c == copy or any(p.graph.cluster(m.target) == c and p.graph.cluster(m.source) == copy for m in p.graph.moves)
+
+
+def _points(p: Problem, choice: Choice, ins: list[int | None]) -> list[Point]:
+    """Where layouts are written: at arguments, results, loop carries, what operations read and make."""
+    graph, machine = p.graph, p.machine
+    found: dict[tuple[tuple[int, ...], str, int], PartitionSpec] = {}
+
+    def write(path: tuple[int, ...], side: str, slot: int, state: State, v: int) -> None:
+        found[path, side, slot] = as_spec(state, machine, len(graph.values[v].shape))
+
+    for i, v in enumerate(ins):
+        if v is not None:
+            write((), "arg", i, state_of(p, choice, v), v)
+    for m in graph.moves:
+        state = state_of(p, choice, m.target)
+        if m.slot >= 0 and not m.path:
+            write((), "result", m.slot, state, m.target)
+        elif m.slot >= 0 and state != state_of(p, choice, m.source):
+            write(m.path, "in", m.slot, state, m.target)
+    for path, slot, v in graph.carries:
+        write(path, "carry", slot, state_of(p, choice, v), v)
+    for op, way in zip(graph.ops, choice.ways):
+        for slot, (v, letters) in zip(op.slots, op.operands):
+            want = require(way, letters)
+            if want != state_of(p, choice, v):
+                write(op.path, "way", slot, want, v)
+        for slot, (v, _) in zip(op.out_slots, op.outs):
+            write(op.path, "out", slot, state_of(p, choice, v), v)
+    return [(path, side, slot, spec) for (path, side, slot), spec in found.items()]
