@@ -96,8 +96,8 @@ def bad(run, command, code, *words):
 def test_help_names_every_command_and_has_an_example_for_each(run):
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("plan", "explain", "check", "diff", "convert", "inspect", "compile", "demo"):
-        assert f"    {command} " in out
+    for command in ("plan", "explain", "check", "diff", "convert", "inspect", "compile", "best-mesh", "demo"):
+        assert f"\n    {command}" in out
         code, text, _ = run(f"{command} --help")
         assert code == 0 and f"example:\n  eqshard {command}" in text
 
@@ -297,6 +297,24 @@ def test_compile_of_what_is_wrong(run):
     bad(run, "compile my_model.py:leaking --target cpu:8", 2, "is not among its arguments")
     bad(run, "compile my_model.py:step --target cpu:8 --memory 1kB", 1, "1.0 kB")
     bad(run, "compile my_model.py:step --target cpu:8 --donate first", 2, "cannot read 'first'")
+
+
+def test_best_mesh(run):
+    code, out, err = run("best-mesh my_model.py:step --devices 8")
+    assert code == 0 and "data 4 x tp 2" in out and "data 8" in out and "a device" in err
+    best = out.splitlines()[2].split()[:2]
+    data = json.loads(run("best-mesh my_model.py:step --devices 8 --json -")[1])
+    assert data["candidates"][0]["mesh"]["axes"][0] == [best[0], int(best[1])]
+    eqshard.StepPlan.from_dict(data["plan"])
+
+
+def test_best_mesh_of_what_is_wrong(run):
+    bad(run, "best-mesh my_model.py:step", 2, "the following arguments are required: --devices")
+    bad(run, "best-mesh my_model.py:step --devices 1", 2, "--devices 1: there is nothing to arrange")
+    bad(run, "best-mesh my_model.py:step --devices 8 --axes data,data", 2, "write different names, as data,tp")
+    bad(run, "best-mesh my_model.py:step --devices 8 --chip v9", 2, "no chip 'v9'")
+    bad(run, "best-mesh my_model.py:step --devices 8 --memory 1kB", 1, "on none of")
+    bad(run, "best-mesh my_model.py:make --devices 8", 2, "expected (function, arguments)")
 
 
 def test_demo(run, tmp_path):
