@@ -5,15 +5,26 @@ from collections.abc import Callable
 from typing import Any
 
 from .._auto import auto_plan
+from .._chip import CHIPS
 from .._mesh import MeshSpec
 from .._plan import replicated_plan
 from .._report import report
 from ..compiler import compile_report
 from ..compiler._targets import as_target, check_available, Target
-from ..program import constrain, step_plan
+from ..program import best_mesh, constrain, step_plan
 from ._load import load_step, Step
-from ._output import put, show, wait_for, width
-from ._words import add_mesh, add_outputs, bytes_from_text, Commands, donated_from_text, given_mesh, UsageError
+from ._output import put, say, show, wait_for, width
+from ._words import (
+    add_mesh,
+    add_outputs,
+    bytes_from_text,
+    chip_name,
+    Commands,
+    donated_from_text,
+    filled,
+    given_mesh,
+    UsageError,
+)
 
 
 _SOURCE = "FILE.py:NAME, a function that returns (function, arguments); the arguments may be shapes"
@@ -37,6 +48,40 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--memory", type=bytes_from_text, metavar="BYTES", help="what the plan may take, as 14GB")
     parser.add_argument("--donate", type=donated_from_text, default="none", help="all, none, or arguments as 0,1")
     add_outputs(parser, html=True)
+
+    best = commands.add(
+        "best-mesh",
+        "find the quickest way to arrange so many devices for a step",
+        "The step is planned from its own program on every mesh of that many devices.",
+        "  eqshard best-mesh my_train.py:step --devices 64 --chip v5e",
+        _best_mesh,
+    )
+    best.add_argument("source", metavar="STEP", help=_SOURCE)
+    best.add_argument("--devices", type=int, required=True, metavar="N", help="how many there are")
+    best.add_argument("--chip", type=chip_name, default="v5e", help=f"what they are: {', '.join(CHIPS)} (%(default)s)")
+    best.add_argument("--axes", default="data,tp", help="names of mesh axes, as many as a mesh may have (%(default)s)")
+    best.add_argument(
+        "--memory", type=bytes_from_text, metavar="BYTES", help="what a step may take; default: the chip's"
+    )
+    add_outputs(best)
+
+
+def _best_mesh(a: argparse.Namespace) -> int:
+    if a.devices < 2:
+        raise UsageError(f"--devices {a.devices}: there is nothing to arrange; at least 2.")
+    axes = [name.strip() for name in a.axes.split(",")]
+    if not all(axes) or len(set(axes)) < len(axes):
+        raise UsageError(f"--axes {a.axes}: write different names, as data,tp.")
+    step = load_step(a.source)
+    found = best_mesh(
+        step.fn, *step.args, devices=a.devices, chip=a.chip, max_bytes=a.memory, axes=axes, progress=_say_candidate
+    )
+    show(found.table, found.to_dict, a.json)
+    return 0
+
+
+def _say_candidate(text: str) -> None:
+    say(filled(text))
 
 
 def _compile(a: argparse.Namespace) -> int:
