@@ -1,11 +1,9 @@
-"""What notebooks show of a step: what was planned for it, and what the compiler made of it."""
+"""What notebooks show of a compile report."""
 
 from .._tree import size_text
 from ..compiler import CompileReport
-from ..program import StepPlan
 from ._compile_text import collective_rows, headline, place_text, seconds_text
-from ._notebook import _bar, _lines, _table, plan_html
-from ._words import mesh_text
+from ._notebook import _bar, _lines, _table
 
 
 _MOST = 12
@@ -31,18 +29,3 @@ def compile_html(r: CompileReport) -> str:
     more = f"<div>… and {len(rows) - _MOST} cheaper rows</div>" if len(rows) > _MOST else ""
     hints = _lines("\n".join(f"{hint.severity}: {hint.message} {hint.remedy}" for hint in r.hints))
     return f"<div>{_lines(chr(10).join(headline(r)))}{_table(titles, cells) if cells else ''}{more}{hints}</div>"
-
-
-def step_html(plan: StepPlan) -> str:
-    """The plan of a step: what it is expected to cost, and the plan of each argument, folded."""
-    lines = [
-        f"{len(plan.args)} arguments and {len(plan.inner)} values inside, on {mesh_text(plan.mesh)}",
-        f"expected: {seconds_text(plan.seconds)} a step, of which {seconds_text(plan.communication_seconds)} "
-        f"communication; {size_text(plan.bytes_per_device)} a device",
-        *plan.notes,
-    ]
-    args = "".join(
-        f"<details><summary>argument {i}: {len(arg)} leaves</summary>{plan_html(arg)}</details>"
-        for i, arg in enumerate(plan.args)
-    )
-    return f"<div>{_lines(chr(10).join(lines))}{args}</div>"
