@@ -1,5 +1,8 @@
 """Exact counts on programs with a known answer."""
 
+import gzip
+import pathlib
+
 import pytest
 from compiler_programs import PROGRAMS
 
@@ -29,3 +32,13 @@ def test_known_answers(m24, axis_type):
 def test_known_answers_on_tpu():
     pytest.importorskip("libtpu")
     check(eqshard.MeshSpec(dp=4, tp=4), PROGRAMS, "bfloat16", "v5e:4x4")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_known_answers_in_texts_of_the_tpu_compiler(program):
+    """As `make_hlo_samples.py` wrote them."""
+    mesh = eqshard.MeshSpec(dp=4, tp=4)
+    file = pathlib.Path(__file__).parent / "hlo_samples" / f"{program.__name__}.txt.gz"
+    found = eqshard.collectives(gzip.decompress(file.read_bytes()).decode(), mesh=mesh)
+    assert sorted((c.kind, c.bytes, c.axes, c.trips) for c in found) == sorted(program(mesh, "bfloat16").answer)
+    assert all(c.trips_known for c in found)
