@@ -6,7 +6,6 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from ._agree import agree, value_digest
 from ._apply import constrain_to
@@ -18,11 +17,11 @@ from ._pad import padded, rows_sharding
 from ._put import can_cut, cut, from_part, is_global, is_here, is_key, put_all
 from ._rows import batch_rows, DEFAULT_NAMES, known, Layout, Row, types_of
 from ._shard_info import ShardedLeaf, ShardInfo
-from ._tree import dtype_name, shown, type_text
+from ._tree import dtype_name, shown, Tree, type_text
 
 
 def shard_batch(
-    batch: PyTree[Any],
+    batch: Tree,
     mesh: MeshLike,
     spec_or_axes: Any,
     *,
@@ -83,7 +82,7 @@ def shard_batch(
 
 
 def place_batch(
-    batch: PyTree[Any],
+    batch: Tree,
     mesh: MeshLike,
     spec_or_axes: Any,
     names: PartitionAxis | None = None,

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
 
 from ._axes import PartitionAxis
 from ._batch import place_leaves
@@ -18,18 +17,19 @@ from ._mesh import MeshLike
 from ._names import Mode
 from ._rest import Rest, split, split_leaves
 from ._rows import batch_rows, DEFAULT_NAMES, Known, known, Layout, types_of
+from ._tree import Tree
 
 
 def parallel_map(
-    fn: Callable[[Any], PyTree[Any]],
-    batch: PyTree[Any],
+    fn: Callable[[Any], Tree],
+    batch: Tree,
     mesh: MeshLike,
     in_spec: Any,
     out_spec: Any = None,
     *,
     names: PartitionAxis | None = None,
     mode: Mode | str | int | None = None,
-) -> PyTree[Any]:
+) -> Tree:
     """Calls `fn` with each device's piece of `batch`, and puts the results together: `jax.shard_map` for trees.
 
     Leaves that are no arrays reach `fn` as they are, and may be returned by it. So may `fn` be a model: its arrays are
@@ -114,8 +114,8 @@ def _program(function: Rest, rest: Rest, lies: Known, out: Any, names: Known, mo
     in_specs = PartitionSpec(), [row.spec for row in rows]
 
     @jax.jit
-    def run(constants: tuple[Any, ...], batch: PyTree[Any]) -> PyTree[Any]:
-        seen: list[tuple[Rest, PyTree[Any]]] = []
+    def run(constants: tuple[Any, ...], batch: Tree) -> Tree:
+        seen: list[tuple[Rest, Tree]] = []
         arrays = jtu.tree_leaves(batch)
 
         # Traced by the first of the two passes below; the second finds it in jit's cache.

@@ -6,20 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from ._agree import new_channel
 from ._batch import place_batch
 from ._errors import ShardingError
 from ._plan import ShardingPlan
+from ._tree import Tree
 
 
 _END = object()
 
 
 def prefetch(
-    batches: Iterable[PyTree[Any]],
-    plan: ShardingPlan | Callable[[PyTree[Any]], Any],
+    batches: Iterable[Tree],
+    plan: ShardingPlan | Callable[[Tree], Any],
     size: int = 2,
     *,
     local: bool = False,

@@ -26,16 +26,7 @@ def put_all(arrays: list[Any], shardings: list[NamedSharding], *, donate: bool =
         return jax.device_put(arrays, shardings, donate=donate)
     if jax.process_count() > 1 and not all(s.is_fully_addressable for s in shardings):
         return [_put_part(x, s, donate) for x, s in zip(arrays, shardings)]
-    on_host = [type(x) is np.ndarray and x.dtype.names is None for x in arrays]
-    if not any(on_host) or not can_cut():
-        return jax.device_put(arrays, shardings, donate=donate)
-    out = [cut(x, s) if host else x for x, s, host in zip(arrays, shardings, on_host)]
-    left = [i for i, host in enumerate(on_host) if not host]
-    if left:
-        moved = jax.device_put([out[i] for i in left], [shardings[i] for i in left], donate=donate)
-        for i, x in zip(left, moved):
-            out[i] = x
-    return out
+    return jax.device_put(arrays, shardings, donate=donate)
 
 
 def can_cut() -> bool:

@@ -345,3 +345,15 @@ def test_fixed_takes_logical_names_and_partial_plans():
         eqshard.step_plan(step, model, batch, mesh=mesh, fixed={"batch": part})
     with pytest.raises(eqshard.MismatchError, match="but the step is planned on"):
         eqshard.step_plan(step, model, batch, mesh=eqshard.MeshSpec(dp=8), fixed=[part])
+
+
+def test_lines_of_the_program_are_kept():
+    def step(w, x):
+        with jax.named_scope("my_layer"):
+            return jnp.tanh(x @ w)
+
+    args = shape(64, 64), shape(64, 64)
+    plan = eqshard.step_plan(step, *args, mesh=mesh_of("auto", a=8))
+    lowered = jax.jit(eqshard.constrain(plan, step)).lower(*args)
+    text = lowered.as_text(debug_info=True)
+    assert "my_layer" in text and "test_program.py" in text

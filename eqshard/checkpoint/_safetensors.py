@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from .._errors import ShardingError
 from .._gather import gather
 from .._plan import ShardingPlan
 from .._put import is_key
-from .._tree import shown, size_text
+from .._tree import shown, size_text, Tree
 from ._choose import Names, renamed, Wanted, wanted_leaves
 from ._files import local_path, PathLike
 from ._library import library
@@ -85,7 +84,7 @@ def load_safetensors(
 
 def save_safetensors(
     path: PathLike,
-    tree: PyTree[Any],
+    tree: Tree,
     *,
     rename: Rename | None = None,
     max_bytes: int = 5 * 10**9,

@@ -10,13 +10,12 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from .._errors import ShardingError
 from .._layout import plan_of
 from .._plan import match, ShardingPlan
 from .._put import is_key
-from .._tree import array_leaves, shown
+from .._tree import array_leaves, shown, Tree
 from .._value import header
 from ._chunks import chunk_bytes
 from ._contents import PLAN, PLAN_FILE, STATE
@@ -78,7 +77,7 @@ def _bytes_on_disk(path: pathlib.Path) -> int:
 
 def save(
     path: PathLike,
-    tree: PyTree[Any],
+    tree: Tree,
     *,
     plan: ShardingPlan | None = None,
     step: int | None = None,
@@ -148,7 +147,7 @@ def save(
     return saving
 
 
-def _contents(tree: PyTree[Any], plan: ShardingPlan | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _contents(tree: Tree, plan: ShardingPlan | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """What Orbax is given, by name, and what is written beside it."""
     leaves = array_leaves(tree)
     for path, x in leaves:

@@ -7,7 +7,6 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from jaxtyping import PyTree
 
 from .._apply import apply
 from .._errors import MismatchError, ShardingError
@@ -15,10 +14,10 @@ from .._mesh import MeshLike, MeshSpec
 from .._plan import ShardingPlan
 from .._put import put_all
 from .._spec import canonical, check
-from .._tree import array_leaves, dtype_name, is_array, path_name, shown, some, type_text
+from .._tree import array_leaves, dtype_name, is_array, path_name, shown, some, Tree, type_text
 
 
-def apply_shardings(arrays: PyTree[Any], shardings: Any, mesh: MeshLike | None = None) -> PyTree[Any]:
+def apply_shardings(arrays: Tree, shardings: Any, mesh: MeshLike | None = None) -> Tree:
     """Lays arrays out by a tree of shardings of the same structure, with one `jax.device_put`.
 
     ```python

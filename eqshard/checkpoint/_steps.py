@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
 from .._errors import ShardingError
 from .._plan import ShardingPlan
+from .._tree import Tree
 from .._value import Value
 from ._choose import Names
 from ._contents import step_numbers
@@ -52,7 +52,7 @@ class Checkpoints(Value):
     keep_every: int | None = eqx.field(static=True, default=None)
     """Steps that this divides are kept however old."""
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         for name in ("every", "keep", "keep_every"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or value < 1):
@@ -126,7 +126,7 @@ class Writer:
         )
         return step, state
 
-    def save(self, step: int, tree: PyTree[Any], *, plan: ShardingPlan | None = None, force: bool = False) -> bool:
+    def save(self, step: int, tree: Tree, *, plan: ShardingPlan | None = None, force: bool = False) -> bool:
         """Saves a step in the background, if it is one of every `every`; returns as soon as the arrays are copied.
 
         Waits for the save before, and raises what went wrong with it.

@@ -132,6 +132,11 @@ class CompileReport(Value):
             f"{size_text(self.memory.peak)} a device, {size_text(self.wire_bytes)} on the wire)"
         )
 
+    def _repr_html_(self) -> str:
+        from .._report._compile_notebook import compile_html  # noqa: PLC0415 (which reads this module)
+
+        return compile_html(self)
+
     def to_dict(self) -> dict[str, Any]:
         return header("compile_report") | {
             "target": self.target,

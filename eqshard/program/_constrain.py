@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.sharding import auto_axes, NamedSharding, PartitionSpec
 
 from .._apply import apply
@@ -132,7 +132,11 @@ class _Writer:
 
 
 def _bind(eqn: Any, ins: list[Any], params: Any) -> list[Any]:
-    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(params))
+    """Runs an equation; its line and its names stay those of the function that was planned."""
+    source = eqn.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=names):
+        out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
