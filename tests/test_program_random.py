@@ -117,9 +117,16 @@ def check(seed):
     placed = [eqshard.apply(p, a) for p, a in zip(plan.args, args)]
     want = jax.jit(fn)(*args)
     got = jax.jit(eqshard.constrain(plan, fn))(*placed)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4, err_msg=f"seed {seed}")
-    jax.tree.map(lambda a, b: close(np.asarray(a), np.asarray(b)), got, want)
+    jax.tree.map(functools.partial(check_close, seed), got, want)
     return plan
+
+
+def check_close(seed, got, want):
+    """Sums over devices are made in another order: close, for numbers of the size that these have."""
+    want = np.asarray(want)
+    np.testing.assert_allclose(
+        np.asarray(got), want, rtol=1e-3, atol=1e-4 * max(1.0, np.abs(want).max()), err_msg=f"seed {seed}"
+    )
 
 
 @pytest.mark.parametrize("block", [pytest.param(0, id="12"), pytest.param(1, marks=pytest.mark.slow, id="300")])

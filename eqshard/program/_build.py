@@ -1,6 +1,7 @@
 """Reads a jaxpr into a graph, equation by equation."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from ._flow import flow
 from ._graph import Equation, Graph, Place
 from ._live import Alive, worst_moments
 from ._ops import CONSTRAINTS, given, given_specs, opaque, OPERATIONS, OpRules, PRODUCTS, told
-from ._together import one_by_one, TOGETHER
+from ._together import one_by_one, PINNED, TOGETHER
 from ._trace import inner_jaxpr, scan_parts, Traced
 
 
@@ -22,18 +23,21 @@ Env = dict[Any, int | None]
 """The value of each variable; None for scalars."""
 
 
-def build(traced: Traced, rules: OpRules) -> tuple[Graph, list[int | None], list[int | None]]:
+def build(
+    traced: Traced, rules: OpRules, sizes: Sequence[int] = ()
+) -> tuple[Graph, list[int | None], list[int | None]]:
     """The graph of a program, and the values of its arguments and results (None for scalars).
 
     **Arguments:**
 
     - `rules`: letters of operations that are not known here.
+    - `sizes`: of the mesh axes.
     """
     closed, kept = traced.jaxpr, traced.kept
     stays = set(kept.values())
     early = [i in stays or leaf.arg == 0 for i, leaf in enumerate(traced.ins)]
     late = [i in kept for i in range(len(traced.outs))]
-    builder = _Builder(rules, *flow(closed.jaxpr, early, late))
+    builder = _Builder(rules, *flow(closed.jaxpr, early, late), tuple(sizes))
     graph, env = builder.graph, {}
     ins = [builder.new(env, v, 1.0) for v in closed.jaxpr.invars]
     builder.resting = {v for v in ins if v is not None}
@@ -60,10 +64,11 @@ def read(env: Env, var: Any) -> int | None:
 
 
 class _Builder:
-    def __init__(self, rules: OpRules, early: dict[Any, bool], late: dict[Any, bool]) -> None:
+    def __init__(self, rules: OpRules, early: dict[Any, bool], late: dict[Any, bool], sizes: tuple[int, ...]) -> None:
         self.graph = Graph()
         self.rules = rules
         self.early, self.late = early, late
+        self.sizes = sizes
         self.resting: set[int] = set()
         """Arguments: every reader has a copy that may lie otherwise."""
         self.in_place: set[Any] = set()
@@ -93,6 +98,11 @@ class _Builder:
         if name in ("scan", "while", "cond"):
             return getattr(self, name + "_")(eqn, ins, env, times, path)
         at = Equation(eqn, ins, [self.new(env, v, times) for v in eqn.outvars], times, path)
+        pinned = name in PINNED or name == "conv_general_dilated"
+        for i, v in enumerate(at.ins if pinned else ()):
+            self.graph.pins += [(path, i, v, False)] if v is not None else []
+        for i, v in enumerate(at.outs):
+            self.graph.pins += [(path, i, v, True)] if v is not None and (pinned or self.uneven(v)) else []
         if name in TOGETHER:
             TOGETHER[name](self.graph, at)
         elif (specs := given_specs(eqn)) is not None:
@@ -102,6 +112,10 @@ class _Builder:
         elif not told(self.graph, at, self.rules):
             OPERATIONS.get(name, opaque)(self.graph, at)
         return []
+
+    def uneven(self, v: int) -> bool:
+        """Whether some mesh axis does not divide some dimension: XLA would fill it up, and is not always right then."""
+        return any(d > 1 and d % n for d in self.graph.shape(v) for n in self.sizes)
 
     def operands(self, eqn: Any, env: Env, times: float, path: Place) -> list[int | None]:
         """The values that an equation reads: of arguments and of what several products read, copies."""

@@ -17,6 +17,10 @@ from ._step import StepPlan
 from ._trace import inner_jaxpr, scan_parts, trace, Traced
 
 
+LOCAL = frozenset("pad concatenate slice rev sort cumsum cumprod cummax cummin cumlogsumexp".split())
+"""Along the dimension that they are about they are whole, and along the others each piece is by itself."""
+
+
 def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` with the layouts of a plan written in: the same signature and values, no edit of the model.
 
@@ -96,9 +100,28 @@ class _Writer:
             here = (*path, i)
             ins = [self.put(read(v), here, "in", s) for s, v in enumerate(eqn.invars)]
             ins = [self.put(x, here, "way", s) for s, x in enumerate(ins)]
-            out = self.equation(eqn, ins, here) if here in self.inside else _bind(eqn, ins, eqn.params)
+            local = self.local(eqn, here)
+            if local is not None:
+                out = self.alone(eqn, ins, local)
+            else:
+                out = self.equation(eqn, ins, here) if here in self.inside else _bind(eqn, ins, eqn.params)
             env.update((v, self.put(x, here, "out", s)) for s, (v, x) in enumerate(zip(eqn.outvars, out)))
         return [read(v) for v in jaxpr.outvars]
+
+    def local(self, eqn: Any, path: tuple[int, ...]) -> PartitionSpec | None:
+        """The layout of all that an equation reads and makes, if each device can run it on its own piece."""
+        made = self.points.get((path, "out", 0))
+        if eqn.primitive.name not in LOCAL or made is None:
+            return None
+        read = [self.points.get((path, "in", i), PartitionSpec()) for i, v in enumerate(eqn.invars) if v.aval.shape]
+        return made if all(spec == made for spec in read) else None
+
+    def alone(self, eqn: Any, ins: list[Any], spec: PartitionSpec) -> list[Any]:
+        """Runs an equation on each device's piece: XLA has no say in how to cut it."""
+        specs = tuple(spec if jnp.ndim(x) else PartitionSpec() for x in ins)
+        run = lambda *xs: tuple(_bind(eqn, list(xs), _params_of_a_piece(eqn, xs[0])))
+        every = (spec,) * len(eqn.outvars)
+        return list(jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=every, check_vma=False)(*ins))
 
     def equation(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> list[Any]:
         """An equation with constraints in or inside it."""
@@ -129,6 +152,15 @@ class _Writer:
             return self.evaluate(jaxpr, consts, pinned, path)
 
         return jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
+
+
+def _params_of_a_piece(eqn: Any, piece: Any) -> Any:
+    """An equation's parameters on a piece: a slice that takes all of a dimension takes all of the piece's."""
+    if eqn.primitive.name != "slice":
+        return eqn.params
+    whole, starts, limits = eqn.invars[0].aval.shape, eqn.params["start_indices"], eqn.params["limit_indices"]
+    ends = [m if (a, b) == (0, n) else b for a, b, n, m in zip(starts, limits, whole, piece.shape)]
+    return eqn.params | {"limit_indices": tuple(ends)}
 
 
 def _bind(eqn: Any, ins: list[Any], params: Any) -> list[Any]:

@@ -112,6 +112,9 @@ class Graph:
     """Values made by elementwise work, and how often."""
     carries: list[tuple[Place, int, int]] = field(default_factory=list)
     """Values that loops carry: the loop's place, which carry, the value inside."""
+    pins: list[tuple[Place, int, int, bool]] = field(default_factory=list)
+    """Values that must not be left to the compiler: the equation's place, which operand or result, and whether it is
+    a result."""
     live: list[dict[int, float]] = field(default_factory=list)
     """Sets of values that must be in memory at one time, where that is most."""
     unknown: dict[str, int] = field(default_factory=dict)

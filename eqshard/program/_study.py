@@ -98,7 +98,7 @@ class Chosen:
 def study(
     traced: Traced, mesh: MeshSpec, rules: OpRules, limit: float | None, seconds: float, objective: str = "time"
 ) -> Study:
-    graph, ins, _ = build(traced, rules)
+    graph, ins, _ = build(traced, rules, Machine.of(mesh).sizes)
     return Study(traced, mesh, graph, ins, limit, seconds, objective)
 
 

@@ -1,6 +1,7 @@
 """Rules for equations whose operands and results lie together: elementwise work, sums, reshapes, slices, sorts."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 
 from ._graph import Equation, Graph, Reduction
@@ -17,6 +18,17 @@ ELEMENTWISE = frozenset(
 FREE = frozenset("iota rng_bit_generator random_bits random_seed random_fold_in random_split rng_uniform empty".split())
 """Made anew wherever they are read, in whatever layout."""
 
+PINNED = frozenset(
+    """pad concatenate slice dynamic_slice dynamic_update_slice split sort top_k rev cumsum cumprod cummax cummin
+    cumlogsumexp reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter
+    select_and_scatter_add select_and_gather_add""".split()
+)
+"""Along some of their dimensions they are not to be cut. Left to itself, XLA does so all the same, and some of what it
+then makes is wrong (seen: gradients of associative scans and of convolutions, by both of its partitioners)."""
+
+SPREAD = 16
+"""What is spread over so many times its size need not lie as what it is spread over: to move it costs little."""
+
 Rule = Callable[[Graph, Equation], None]
 
 
@@ -26,7 +38,8 @@ def elementwise(graph: Graph, at: Equation) -> None:
             continue
         for a in at.ins:
             if a is not None and len(graph.shape(a)) == len(graph.shape(out)):
-                graph.tied(a, out, None, at.times, at.path)
+                pairs = [(d, d) for d, (n, m) in enumerate(zip(graph.shape(a), graph.shape(out))) if n == m]
+                _spread(graph, at, a, out, pairs)
         graph.traffic.append((out, at.times))
 
 
@@ -77,6 +90,15 @@ def broadcast_in_dim(graph: Graph, at: Equation) -> None:
     if a is not None and out is not None:
         there = [(i, int(d)) for i, d in enumerate(at.params["broadcast_dimensions"])]
         pairs = [(i, d) for i, d in there if graph.shape(a)[i] == graph.shape(out)[d]]
+        _spread(graph, at, a, out, pairs)
+
+
+def _spread(graph: Graph, at: Equation, a: int, out: int, pairs: list[tuple[int, int]]) -> None:
+    """Ties a value to what it becomes a part of; but a bias must not tie all that it is added to."""
+    small = SPREAD * math.prod(graph.shape(a)) <= math.prod(graph.shape(out))
+    if small and graph.cluster(a) != graph.cluster(out):
+        graph.move(a, out, pairs, at.times, at.path)
+    else:
         graph.tied(a, out, pairs, at.times, at.path)
 
 
@@ -108,13 +130,21 @@ def concatenate(graph: Graph, at: Equation) -> None:
 
 
 def pad(graph: Graph, at: Equation) -> None:
-    _cut(graph, at, at.outs[0], [d for d, c in enumerate(at.params["padding_config"]) if tuple(c) != (0, 0, 0)])
+    padded = [d for d, (low, high, inner) in enumerate(at.params["padding_config"]) if low or high or inner]
+    out = at.outs[0]
+    _cut(graph, at, out, padded)
+    for d in padded:
+        if out is not None:  # XLA does not compile every pad whose result is cut there
+            graph.whole(out, d)
 
 
 def cut(graph: Graph, at: Equation) -> None:
     """Slices: dimensions that are not taken whole must be whole."""
     for out in at.outs:
         _cut(graph, at, out)
+    for d, stride in enumerate(at.params.get("strides") or ()):
+        if stride > 1 and at.outs[0] is not None:
+            graph.whole(at.outs[0], d)
 
 
 def _cut(graph: Graph, at: Equation, out: int | None, whole: Iterable[int] = ()) -> None:

@@ -81,6 +81,8 @@ def _points(p: Problem, choice: Choice, ins: list[int | None]) -> list[Point]:
             write((), "result", m.slot, state, m.target)
         elif m.slot >= 0 and state != state_of(p, choice, m.source):
             write(m.path, "in", m.slot, state, m.target)
+    for path, slot, v, made in graph.pins:
+        write(path, "out" if made else "in", slot, state_of(p, choice, v), v)
     for path, slot, v in graph.carries:
         write(path, "carry", slot, state_of(p, choice, v), v)
     for op, way in zip(graph.ops, choice.ways):
