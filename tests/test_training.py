@@ -162,3 +162,28 @@ def test_temporary_memory_stays_flat_as_layers_grow():
     few, many = (temporary(compiled(make, n)) for n in (4, most))
     # A layer adds at most its gradient, an eighth on each device, and its saved input; not its weights.
     assert (many - few) / (most - 4) < 1.5 * (12 * DIM * DIM * 4 / 8 + 8 * DIM * 4)
+
+
+@pytest.mark.tpu
+def test_an_unrolled_model_has_few_layers_whole_at_once_on_tpu():
+    """XLA for CPUs drops the barriers that keep layers in order; the TPU compiler keeps them."""
+    pytest.importorskip("libtpu")
+    mesh, dim, most, length = eqshard.MeshSpec(fsdp=16), 512, 32, 128
+    weights, found = 12 * dim * dim * 4, {}
+    for n in (4, most):
+        shape = eqx.filter_eval_shape(lambda key, n=n: Unrolled(key, n, dim), jax.random.key(0))
+        plan = eqshard.fsdp_plan(shape, mesh, min_bytes=4000)
+        tokens = jax.ShapeDtypeStruct((16, length + 1), jnp.int32)
+
+        def step(model, tokens, plan=plan):
+            grads = eqx.filter_grad(fsdp_gpt.loss_fn)(model, tokens, plan)
+            return eqshard.apply(plan, eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)))
+
+        plans = plan, eqshard.replicated_plan(tokens, mesh).at("").set(jax.P("fsdp"))
+        report = eqshard.compile_report(step, shape, tokens, plans=plans, target="v5e:4x4", donate=(0,))
+        gathers = [c for c in report.collectives if c.kind == "all-gather"]
+        assert max(c.bytes for c in gathers) * 2 <= weights  # never two layers of a weight at once
+        found[n] = report.memory.temporary
+    # A layer adds at most its gradient, a sixteenth on each device, and its saved input; not its weights.
+    assert (found[most] - found[4]) / (most - 4) < 1.5 * (weights / 16 + length * dim * 4)
+    assert found[most] < 4 * weights
