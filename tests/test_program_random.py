@@ -122,7 +122,7 @@ def check(seed):
 
 
 def check_close(seed, got, want):
-    """Sums over devices are made in another order, and some of these programs differ by 2e-3 from themselves in 64 bits."""
+    """Sums are made in another order, and some of these programs differ by 2e-3 from themselves in 64 bits."""
     want = np.asarray(want)
     np.testing.assert_allclose(
         np.asarray(got), want, rtol=1e-3, atol=1e-4 * max(1.0, np.abs(want).max()), err_msg=f"seed {seed}"
