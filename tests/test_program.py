@@ -262,7 +262,7 @@ def test_an_opaque_call_is_whole_or_as_told():
         eqshard.step_plan(step, shape(64, 64), mesh=mesh, rules={"pure_callback": "row -> row"})
 
 
-@pytest.mark.parametrize("name", ["mlp", "moe"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("moe", marks=pytest.mark.slow)])
 def test_what_was_solved_costs_what_it_was_solved_for(name):
     case = zoo.case(name, "tiny")
     mesh = eqshard.MeshSpec(data=4, tp=2, chip=EAGER)
