@@ -24,7 +24,7 @@ PINNED = frozenset(
     select_and_scatter_add select_and_gather_add""".split()
 )
 """Along some of their dimensions they are not to be cut. Left to itself, XLA does so all the same, and some of what it
-then makes is wrong (seen: gradients of associative scans and of convolutions, by both of its partitioners)."""
+then makes is wrong (seen: gradients of associative scans, by both of its partitioners, and of convolutions, by one)."""
 
 SPREAD = 16
 """What is spread over so many times its size need not lie as what it is spread over: to move it costs little."""
