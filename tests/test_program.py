@@ -1,5 +1,7 @@
 """Plans from programs: what is tied together, what is chosen, and that writing layouts in changes no value."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -357,3 +359,23 @@ def test_lines_of_the_program_are_kept():
     lowered = jax.jit(eqshard.constrain(plan, step)).lower(*args)
     text = lowered.as_text(debug_info=True)
     assert "my_layer" in text and "test_program.py" in text
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.cumsum(x, axis=0),
+        lambda x: jnp.sort(x, axis=0),
+        lambda x: x[::-1],
+        lambda x: jnp.concatenate([x, x]),
+        lambda x: jnp.pad(x, ((4, 4), (0, 0))),
+        lambda x: x[8:],
+    ],
+)
+def test_an_edited_plan_changes_no_value(fn):
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    plan = eqshard.step_plan(fn, x, mesh=mesh_of("auto", a=8))
+    edited = [(path, side, slot, P("a") if side in ("in", "out") else spec) for path, side, slot, spec in plan.inner]
+    assert any(side == "out" for _, side, _, _ in edited)
+    plan = dataclasses.replace(plan, inner=tuple(edited))
+    np.testing.assert_allclose(jax.jit(eqshard.constrain(plan, fn))(x), fn(x), rtol=1e-5, atol=1e-6)

@@ -114,7 +114,9 @@ class _Writer:
         if eqn.primitive.name not in LOCAL or made is None:
             return None
         read = [self.points.get((path, "in", i), PartitionSpec()) for i, v in enumerate(eqn.invars) if v.aval.shape]
-        return made if all(spec == made for spec in read) else None
+        cut = {d for d, entry in enumerate(made) if entry is not None}
+        # A plan that was edited may cut what must be whole: then it is XLA's to bring the pieces together.
+        return made if all(spec == made for spec in read) and not cut & _about(eqn) else None
 
     def alone(self, eqn: Any, ins: list[Any], spec: PartitionSpec) -> list[Any]:
         """Runs an equation on each device's piece: XLA has no say in how to cut it."""
@@ -152,6 +154,17 @@ class _Writer:
             return self.evaluate(jaxpr, consts, pinned, path)
 
         return jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
+
+
+def _about(eqn: Any) -> set[int]:
+    """The dimensions along which an equation of `LOCAL` must be whole."""
+    before, after, p = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
+    if eqn.primitive.name == "pad":
+        return {d for d, config in enumerate(p["padding_config"]) if any(config)}
+    if eqn.primitive.name == "slice":
+        strides = p["strides"] or (1,) * len(before)
+        return {d for d, stride in enumerate(strides) if before[d] != after[d] or stride != 1}
+    return {int(d) for d in p.get("dimensions", (p.get("dimension", p.get("axis")),))}
 
 
 def _params_of_a_piece(eqn: Any, piece: Any) -> Any:
