@@ -176,6 +176,27 @@ def test_gradients_through_a_constrained_function():
     np.testing.assert_allclose(want, got, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_layouts_inside_custom_gradients(kind, axis_type):
+    """The body gets its layouts; the rule, which is not the body's gradient here, stays the rule."""
+    if kind == "jvp":
+        mlp = jax.custom_jvp(lambda x, w: jnp.tanh(x @ w) @ w.T)
+        mlp.defjvp(lambda p, t: (mlp(*p), 3.0 * t[0] + (p[0] @ t[1] @ p[1].T)))
+    else:
+        mlp = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w) @ w.T)
+        mlp.defvjp(lambda x, w: (mlp(x, w), (x, w)), lambda r, g: (3.0 * g, r[0].T @ g @ r[1]))
+    loss = lambda w, x: mlp(x * 2.0, w).sum()
+    args = jax.random.normal(jax.random.key(0), (16, 32)), jax.random.normal(jax.random.key(1), (8, 16))
+    plan, _ = check_equal(loss, args, mesh_of(axis_type, data=4, tp=2))
+    assert any(len(path) > 1 for path, *_ in plan.inner)
+    constrained = eqshard.constrain(plan, loss)
+    (call,) = [e for e in jax.make_jaxpr(constrained)(*args).eqns if e.primitive.name == f"custom_{kind}_call"] or [None]
+    if axis_type == "auto":
+        assert "sharding_constraint" in str(call.params["call_jaxpr"])
+    want, got = (jax.jit(jax.grad(f))(*args) for f in (loss, constrained))
+    np.testing.assert_allclose(want, got, rtol=1e-4, atol=1e-5)
+
+
 def test_on_one_device_bit_for_bit():
     args = jax.random.normal(jax.random.key(0), (3, 16, 16)), jax.random.normal(jax.random.key(1), (8, 16))
     plan = eqshard.step_plan(loops, *args, mesh=eqshard.MeshSpec(data=1))

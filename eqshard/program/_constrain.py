@@ -133,7 +133,7 @@ class _Writer:
             return self.evaluate(jaxpr, consts, ins, path)
         if name in ("remat2", "checkpoint", "remat") and hasattr(params["jaxpr"], "eqns"):
             new = self.rewritten(params["jaxpr"], (), path)
-            return _bind(eqn, ins, params | {"jaxpr": new.jaxpr}) if not new.consts else _bind(eqn, ins, params)
+            return _bind(eqn, ins, params | {"jaxpr": new.jaxpr} if not new.consts else params)
         if name == "scan":
             first, carried = scan_parts(params)
             body = self.rewritten(params["jaxpr"].jaxpr, params["jaxpr"].consts, path, range(first, first + carried))
@@ -144,7 +144,10 @@ class _Writer:
         if name == "cond":
             branches = tuple(self.rewritten(b.jaxpr, b.consts, (*path, i)) for i, b in enumerate(params["branches"]))
             return _bind(eqn, ins, params | {"branches": branches})
-        return _bind(eqn, ins, params)  # custom gradients keep their own rules, and what is inside
+        if "call_jaxpr" in params:  # of custom gradients: the rules stay, and if they are asked they choose for themselves
+            body = self.rewritten(params["call_jaxpr"].jaxpr, params["call_jaxpr"].consts, path)
+            return _bind(eqn, ins, params | {"call_jaxpr": body})
+        return _bind(eqn, ins, params)
 
     def rewritten(self, jaxpr: Any, consts: Any, path: tuple[int, ...], carries: range = range(0)) -> Any:
         """The jaxpr of a body, with its constraints."""
