@@ -57,6 +57,9 @@ class Op:
     out_slots: tuple[int, ...]
     axes: tuple[str, ...] | None = None
     """If not None, its layout is given, and these are the mesh axes that its letters stand for."""
+    rows: frozenset[int] = frozenset()
+    """Letters of what is done row by row, as a scatter is: cut, each device has fewer rows."""
+    row_count: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,8 @@ def work(op: Op, way: tuple[int, ...], graph: Graph, machine: Machine) -> float:
         return machine.compute(op.flops, 0.0)
     pieces = math.prod(n for n, x in zip(machine.sizes, way) if x >= 0)
     nbytes = sum(graph.values[v].nbytes / machine.factor(require(way, letters)) for v, letters in op.operands + op.outs)
-    return machine.compute(op.flops / pieces, nbytes)
+    rows = op.row_count / math.prod(n for n, x in zip(machine.sizes, way) if x in op.rows)
+    return machine.compute(op.flops / pieces, nbytes) + rows * machine.row_seconds
 
 
 def problem(graph: Graph, machine: Machine, args: list[int | None], fixed: dict[int, Layout]) -> Problem:

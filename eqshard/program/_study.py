@@ -1,5 +1,6 @@
 """A program on a machine, ready to be solved again and again: with other overlap, other room, other fixed layouts."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from jax.sharding import PartitionSpec
 from .._memory import BudgetError
 from .._mesh import MeshSpec
 from .._spec import canonical, entry_axes
-from .._tree import size_text
+from .._tree import itemsize, size_text
 from ._build import build
 from ._cost import Machine, State
 from ._fold import fold_alike
@@ -66,7 +67,7 @@ class Study:
         }
         p = problem(self.graph, machine, self.ins, anchored)
         own = own_seconds(p)
-        _add_reading(p, own, self.ins, set(self.traced.kept.values()))
+        _add_reading(p, own, self.ins, _arriving(self.traced))
         rows = _memory_rows(p, self.ins)
         aim = own if self.objective == "time" else _bytes_first(own, rows)
         fold = fold_alike(self.graph, p.layouts, anchored)
@@ -122,13 +123,29 @@ def as_spec(state: State, machine: Machine, rank: int) -> PartitionSpec:
     return canonical(PartitionSpec(*entries))
 
 
-def _add_reading(p: Problem, own: dict[int, np.ndarray], ins: list[int | None], stay: set[int]) -> None:
-    """Arguments are read once; those that do not stay on the devices, such as batches, come from the host first."""
+def _add_reading(p: Problem, own: dict[int, np.ndarray], ins: list[int | None], arriving: set[int]) -> None:
+    """Arguments are read once; batches come from the host first."""
     for i, v in enumerate(ins):
         if v is not None:
             c, dims, nbytes = p.graph.cluster(v), p.graph.dims(v), p.graph.values[v].nbytes
-            seconds = p.machine.stream(nbytes) + (0.0 if i in stay else nbytes / HOST_BANDWIDTH)
+            seconds = p.machine.stream(nbytes) + (nbytes / HOST_BANDWIDTH if i in arriving else 0.0)
             own[c] = own[c] + [seconds / p.machine.factor(project(lay, dims)) for lay in p.layouts[c]]
+
+
+def _arriving(traced: Traced) -> set[int]:
+    """The leaves of arguments that come anew with each step, as batches do: no result takes their place.
+
+    A model that is not trained has none either, in serving or under adapters. It is the largest of them, so that one
+    stays, unless it is all that a step reads beside what it updates.
+    """
+    kept = {traced.ins[i].arg for i in traced.kept.values()}
+    sizes: dict[int, float] = {}
+    for leaf in traced.ins:
+        if leaf.arg not in kept:
+            sizes[leaf.arg] = sizes.get(leaf.arg, 0.0) + math.prod(leaf.shape) * itemsize(leaf.dtype)
+    if len(sizes) > 1 or (sizes and not kept):
+        del sizes[max(sizes, key=lambda arg: sizes[arg])]
+    return {i for i, leaf in enumerate(traced.ins) if leaf.arg in sizes}
 
 
 def _memory_rows(p: Problem, ins: list[int | None]) -> list[Bytes]:

@@ -15,9 +15,10 @@ def written(study: Study, chosen: Chosen) -> StepPlan:
     """The plan of a choice."""
     traced, ins, p, choice = study.traced, study.ins, chosen.p, chosen.choice
     args: list[list[LeafPlan]] = [[] for _ in range(1 + max((leaf.arg for leaf in traced.ins), default=-1))]
+    uses = _uses(p, choice)
     for leaf, v in zip(traced.ins, ins):
         rest = PartitionSpec() if v is None else _spec_of(p, choice, v)
-        use = rest if v is None else _use_of(p, choice, v, rest)
+        use = rest if v is None else uses.get(v, rest)
         why = "too small to cut" if v is None else "planned" if use == rest else "stored apart from how it is used"
         args[leaf.arg].append(LeafPlan(leaf.path, leaf.shape, leaf.dtype, rest, use, None, why))
     notes = [f"{n} of `{name}` are taken as they are: whole" for name, n in p.graph.unknown.items()]
@@ -42,26 +43,39 @@ def _spec_of(p: Problem, choice: Choice, v: int) -> PartitionSpec:
     return as_spec(state_of(p, choice, v), p.machine, len(p.graph.values[v].shape))
 
 
-def _use_of(p: Problem, choice: Choice, v: int, rest: PartitionSpec) -> PartitionSpec:
-    """How the products that read an argument want it: by the names of its copies."""
+Reader = tuple[tuple[int, ...], State]
+"""The names of the dims of a value that a product reads, and how the product wants it."""
+
+
+def _readers(p: Problem, choice: Choice) -> dict[int, Reader]:
+    """For each cluster, who is first of the products that read it or a copy of it."""
+    sources: dict[int, set[int]] = {}
     for move in p.graph.moves:
-        if move.source != v or not move.path:
+        sources.setdefault(p.graph.cluster(move.target), set()).add(p.graph.cluster(move.source))
+    first: dict[int, Reader] = {}
+    for op, way in zip(p.graph.ops, choice.ways):
+        if op.kind in ("dot", "conv", "gather"):
+            for v, letters in op.operands:
+                c = p.graph.cluster(v)
+                for read in {c, *sources.get(c, ())}:
+                    first.setdefault(read, (p.graph.dims(v), require(way, letters)))
+    return first
+
+
+def _uses(p: Problem, choice: Choice) -> dict[int, PartitionSpec]:
+    """How the products that read an argument want it: by the names of its copies."""
+    found: dict[int, PartitionSpec] = {}
+    readers = _readers(p, choice)
+    for move in p.graph.moves:
+        reader = readers.get(p.graph.cluster(move.target))
+        if not move.path or move.source in found or reader is None:
             continue
-        copy = p.graph.cluster(move.target)
-        for op, way in zip(p.graph.ops, choice.ways):
-            for u, letters in op.operands:
-                if op.kind in ("dot", "conv", "gather") and _reads(p, u, copy):
-                    cut = {a: p.graph.dims(u)[d] for a, d in enumerate(require(way, letters)) if d >= 0}
-                    dims = p.graph.dims(move.target)
-                    state = tuple(dims.index(cut[a]) if cut.get(a, -1) in dims and cut.get(a, -1) >= 0 else -1
-                                  for a in range(len(p.machine.sizes)))  # fmt: skip
-                    return as_spec(state, p.machine, len(dims))
-    return rest
-
-
-def _reads(p: Problem, u: int, copy: int) -> bool:
-    c = p.graph.cluster(u)
-    return c == copy or any(p.graph.cluster(m.target) == c and p.graph.cluster(m.source) == copy for m in p.graph.moves)
+        names, want = reader
+        cut = [names[d] if d >= 0 else -1 for d in want]
+        dims = p.graph.dims(move.target)
+        state = tuple(dims.index(name) if name >= 0 and name in dims else -1 for name in cut)
+        found[move.source] = as_spec(state, p.machine, len(dims))
+    return found
 
 
 def _points(p: Problem, choice: Choice, ins: list[int | None]) -> list[Point]:
