@@ -9,7 +9,7 @@ from .._auto import auto_spec
 from .._memory import BudgetError
 from .._spec import fit_spec
 from ._step import Alternative, StepPlan
-from ._study import Study
+from ._study import arriving, Study
 from ._trace import Leaf
 from ._write import written
 
@@ -36,11 +36,11 @@ def candidates(study: Study, said: Said) -> Iterator[tuple[str, StepPlan | None]
 
 
 def _everything(study: Study, said: Said, how: str) -> Said:
-    stays = set(study.traced.kept.values())
+    comes = arriving(study.traced)
     found: dict[int, PartitionSpec] = {}
     every = tuple(study.mesh.names)
     for i, leaf in enumerate(study.traced.ins):
-        if i in stays or leaf.arg == 0:
+        if i not in comes:
             found[i] = PartitionSpec() if how == "whole" else _sharded(study, leaf, every)
         elif leaf.shape:
             found[i] = fit_spec(PartitionSpec(every), leaf.shape, study.mesh).spec
@@ -61,10 +61,10 @@ def compared(study: Study, said: Said) -> tuple[StepPlan, tuple[Alternative, ...
     others = []
     for name, other in plans[1:]:
         if other is None:
-            others.append(Alternative(name, float("inf"), float("inf"), "does not fit"))
+            others.append(Alternative(name, None, None, "does not fit"))
         elif (other.args, other.inner) != (plan.args, plan.inner):
             others.append(Alternative(name, other.seconds, other.bytes_per_device, _why(plan, other)))
-    return plan, tuple(sorted(others, key=lambda o: o.seconds))
+    return plan, tuple(sorted(others, key=lambda o: float("inf") if o.seconds is None else o.seconds))
 
 
 def _why(plan: StepPlan, other: StepPlan) -> str:

@@ -144,7 +144,9 @@ class _Writer:
         if name == "cond":
             branches = tuple(self.rewritten(b.jaxpr, b.consts, (*path, i)) for i, b in enumerate(params["branches"]))
             return _bind(eqn, ins, params | {"branches": branches})
-        if "call_jaxpr" in params:  # of custom gradients: the rules stay, and if they are asked they choose for themselves
+        if (
+            "call_jaxpr" in params
+        ):  # of custom gradients: the rules stay, and if they are asked they choose for themselves
             body = self.rewritten(params["call_jaxpr"].jaxpr, params["call_jaxpr"].consts, path)
             return _bind(eqn, ins, params | {"call_jaxpr": body})
         return _bind(eqn, ins, params)

@@ -63,7 +63,9 @@ def _others(plan: StepPlan) -> str:
     if not plan.alternatives:
         return ""
     rows = [["not taken", "a step", "a device", "why"]]
-    rows += [[o.name, ms(o.seconds), size_text(o.bytes_per_device), o.why] for o in plan.alternatives]
+    for o in plan.alternatives:
+        seconds = "" if o.seconds is None else ms(o.seconds)
+        rows.append([o.name, seconds, "" if o.bytes_per_device is None else size_text(o.bytes_per_device), o.why])
     return table(rows)
 
 

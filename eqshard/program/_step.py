@@ -52,9 +52,10 @@ class Alternative:
     """A plan that was not taken."""
 
     name: str
-    seconds: float
-    """Of a step: predicted, or by the compiler if it was asked."""
-    bytes_per_device: float
+    seconds: float | None
+    """Of a step: predicted, or by the compiler if it was asked; None if it does not fit."""
+    bytes_per_device: float | None
+    """None where it is not known."""
     why: str
     """Why it lost."""
 
@@ -200,5 +201,6 @@ def _dim(entry: Any) -> Dim:
 
 def _alternative(entry: Any) -> Alternative:
     read = _reader(entry, "alternatives")
-    numbers = {n: float(read.get(n, (int, float))) for n in ("seconds", "bytes_per_device")}
-    return Alternative(read.get("name", str), why=read.get("why", str), **numbers)
+    seconds, nbytes = (read.get(n, (int, float, type(None))) for n in ("seconds", "bytes_per_device"))
+    optional = lambda x: None if x is None else float(x)
+    return Alternative(read.get("name", str), optional(seconds), optional(nbytes), read.get("why", str))

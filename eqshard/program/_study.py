@@ -67,7 +67,7 @@ class Study:
         }
         p = problem(self.graph, machine, self.ins, anchored)
         own = own_seconds(p)
-        _add_reading(p, own, self.ins, _arriving(self.traced))
+        _add_reading(p, own, self.ins, arriving(self.traced))
         rows = _memory_rows(p, self.ins)
         aim = own if self.objective == "time" else _bytes_first(own, rows)
         fold = fold_alike(self.graph, p.layouts, anchored)
@@ -132,20 +132,20 @@ def _add_reading(p: Problem, own: dict[int, np.ndarray], ins: list[int | None], 
             own[c] = own[c] + [seconds / p.machine.factor(project(lay, dims)) for lay in p.layouts[c]]
 
 
-def _arriving(traced: Traced) -> set[int]:
-    """The leaves of arguments that come anew with each step, as batches do: no result takes their place.
+def arriving(traced: Traced) -> set[int]:
+    """The leaves of arguments that come anew with each step, as batches do.
 
-    A model that is not trained has none either, in serving or under adapters. It is the largest of them, so that one
-    stays, unless it is all that a step reads beside what it updates.
+    What a result takes the place of stays on the devices; so does a model that is only read, in serving or under
+    adapters: it comes first, or is most of what there is and not all that is left.
     """
-    kept = {traced.ins[i].arg for i in traced.kept.values()}
     sizes: dict[int, float] = {}
     for leaf in traced.ins:
-        if leaf.arg not in kept:
-            sizes[leaf.arg] = sizes.get(leaf.arg, 0.0) + math.prod(leaf.shape) * itemsize(leaf.dtype)
-    if len(sizes) > 1 or (sizes and not kept):
-        del sizes[max(sizes, key=lambda arg: sizes[arg])]
-    return {i for i, leaf in enumerate(traced.ins) if leaf.arg in sizes}
+        sizes[leaf.arg] = sizes.get(leaf.arg, 0.0) + math.prod(leaf.shape) * itemsize(leaf.dtype)
+    stays = {0} | {traced.ins[i].arg for i in traced.kept.values()}
+    left = sizes.keys() - stays
+    if len(left) > 1:
+        stays |= {arg for arg in left if 2 * sizes[arg] > sum(sizes.values())}
+    return {i for i, leaf in enumerate(traced.ins) if leaf.arg not in stays}
 
 
 def _memory_rows(p: Problem, ins: list[int | None]) -> list[Bytes]:

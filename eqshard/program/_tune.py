@@ -60,7 +60,12 @@ def tuned(
             + ". Try `max_bytes` below what the chip has, or a larger mesh."
         )
     others = tuple(
-        Alternative(t.name, t.seconds, float(t.report.bytes_per_device), f"by the compiler, {_verdict(t)}")
+        Alternative(
+            t.name,
+            t.seconds if t.report.fits else None,
+            float(t.report.bytes_per_device),
+            f"by the compiler, {_verdict(t)}",
+        )
         for t in sorted(tried, key=lambda t: t.seconds)
         if t is not best
     )
