@@ -1,6 +1,7 @@
 """Times: arithmetic that can be done by hand."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from compiler_programs import fsdp_scan
 
@@ -8,7 +9,7 @@ import eqshard
 from eqshard.compiler._hlo import read_module
 from eqshard.compiler._network import Network
 from eqshard.compiler._schedule import schedule
-from eqshard.compiler._work import work_of
+from eqshard.compiler._work import _meets, work_of
 
 
 V5E, V5P, H100 = (eqshard.CHIPS[name] for name in ("v5e", "v5p", "h100"))
@@ -123,3 +124,16 @@ def test_a_batched_matmul_that_a_tpu_writes_as_a_convolution():
     )
     module = read_module(text)
     assert work_of(module, module.main, module.main.root, V5E).flops == 2 * 4 * 8 * 16 * 2
+
+
+def test_where_a_convolution_meets_its_input():
+    """Counted without going through all pairs, which can be billions."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        size, out, taken, stride, spread, step = (int(n) for n in rng.integers(1, 9, 6))
+        before = int(rng.integers(-4, 9))
+        window = f"window={{size={size} stride={stride} pad={before}_0 lhs_dilate={spread} rhs_dilate={step}}}"
+        places = [o * stride + w * step - before for o in range(out) for w in range(size)]
+        met = sum(0 <= p <= (taken - 1) * spread and p % spread == 0 for p in places)
+        assert _meets(window, 0, taken, out) == met, window
+    assert _meets("window={size=1000000 pad=0_999999}", 0, 1000000, 1000000) == 500000500000

@@ -95,13 +95,13 @@ def _convolution(where: Computation, at: Instruction) -> tuple[float, str]:
         dict(zip(n, dims)) for n, dims in zip(labels.groups(), (taken, kernel, arrays[0][1]))
     )
     spatial = sorted(label for label in labels.group(3) if label.isdigit())
-    meets = math.prod(_meets(at, k, size_in.get(d, 1), size_out.get(d, 1)) for k, d in enumerate(spatial))
+    meets = math.prod(_meets(at.attributes, k, size_in.get(d, 1), size_out.get(d, 1)) for k, d in enumerate(spatial))
     return 2.0 * meets * size_out.get("b", 1) * size_out.get("f", 1) * size_kernel.get("i", 1), _dtype(dtype)
 
 
-def _meets(at: Instruction, k: int, size_in: int, size_out: int) -> int:
+def _meets(attributes: str, k: int, size_in: int, size_out: int) -> int:
     """In how many pairs of an output and a window position an element of the input is met, along one dimension."""
-    window = re.search(r"window=\{([^}]*)\}", at.attributes)
+    window = re.search(r"window=\{([^}]*)\}", attributes)
     said = dict(part.split("=") for part in window.group(1).split()) if window else {}
 
     def number(name: str, default: int) -> int:
@@ -111,8 +111,16 @@ def _meets(at: Instruction, k: int, size_in: int, size_out: int) -> int:
     if "pad" in said:
         before = int(said["pad"].split("x")[k].split("_")[0])
     spread, step = number("lhs_dilate", 1), number("rhs_dilate", 1)
-    at_input = np.arange(size_out)[:, None] * stride + np.arange(size)[None, :] * step - before
-    return int(((at_input >= 0) & (at_input <= (size_in - 1) * spread) & (at_input % spread == 0)).sum())
+    # Output o and position w meet the input at o * stride + w * step - before, if an element is there. For each w, o
+    # lies between two bounds and, as every `spread`th place has an element, is one of every `every`.
+    shift = np.arange(size) * step - before
+    low = np.maximum(-(shift // stride), 0)
+    high = np.minimum(((size_in - 1) * spread - shift) // stride, size_out - 1)
+    common = math.gcd(stride, spread)
+    every = spread // common
+    first = (-shift // common) * pow(stride // common, -1, every) % every
+    count = (high - first) // every - (low - 1 - first) // every
+    return int(np.where((shift % common == 0) & (high >= low), count, 0).sum())
 
 
 def _matmul_call(where: Computation, at: Instruction) -> tuple[float, str]:

@@ -129,9 +129,11 @@ def scatter(graph: Graph, at: Equation) -> None:
         reduced = set()
     ends = list(zip(at.ins, (names_t, names_i, names_u)))
     op(graph, at, "scatter", letters, ends, [(at.outs[0], names_t)], reduced)
-    made = graph.ops[-1]
-    made.rows = frozenset(n for n, letter in enumerate(letters) if letter[0] == "i")
-    made.row_count = float(math.prod(n for d, n in enumerate(update) if d not in dn.update_window_dims))
+    window = math.prod(update[d] for d in dn.update_window_dims)
+    if window > 1:  # single numbers are not put in one by one
+        made = graph.ops[-1]
+        made.rows = frozenset(n for n, letter in enumerate(letters) if letter[0] == "i")
+        made.row_count = math.prod(update) / window
 
 
 def opaque(graph: Graph, at: Equation) -> None:
