@@ -436,3 +436,14 @@ def test_rows_of_a_scatter_are_shared_out():
     assert tpu.seconds > 65536 / 8 * 4e-6
     gpu = eqshard.step_plan(grad, *args, mesh=eqshard.MeshSpec(x=8, chip="h100"))
     assert gpu.seconds < 1e-3
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_stacks(axis, axis_type):
+    def step(x, y):
+        rows = jnp.stack([x, x * 2.0, y], axis)
+        return jax.grad(lambda r: jnp.sum(jnp.sin(r) ** 2))(rows), [jnp.tanh(r) for r in jnp.unstack(rows, axis=axis)]
+
+    args = jax.random.normal(jax.random.key(0), (16, 8)), jax.random.normal(jax.random.key(1), (16, 8))
+    plan, _ = check_equal(step, args, mesh_of(axis_type, data=4, tp=2))
+    assert plan.notes == () and any(leaf.spec != P() for arg in plan.args for leaf in arg)

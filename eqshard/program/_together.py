@@ -21,7 +21,7 @@ FREE = frozenset("iota rng_bit_generator random_bits random_seed random_fold_in 
 PINNED = frozenset(
     """pad concatenate slice dynamic_slice dynamic_update_slice split sort top_k rev cumsum cumprod cummax cummin
     cumlogsumexp reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter
-    select_and_scatter_add select_and_gather_add""".split()
+    select_and_scatter_add select_and_gather_add stack unstack""".split()
 )
 """Along some of their dimensions they are not to be cut. Left to itself, XLA does so all the same, and some of what it
 then makes is wrong (seen: gradients of associative scans, by both of its partitioners, and of convolutions, by one)."""
@@ -127,6 +127,21 @@ def concatenate(graph: Graph, at: Equation) -> None:
     for a in at.ins:
         if a is not None and out is not None and not graph.same(a, out, skip=(joined,)):
             graph.move(a, out, [(d, d) for d in range(len(graph.shape(a))) if d != joined], at.times, at.path)
+
+
+def stack(graph: Graph, at: Equation) -> None:
+    """Parts become rows of a whole, along a new dimension; or, unstacked, the other way round."""
+    axis, joins = int(at.params["axis"]), at.name == "stack"
+    whole = (at.outs if joins else at.ins)[0]
+    for part in at.ins if joins else at.outs:
+        if part is None or whole is None:
+            continue
+        inner = [(d, d + (d >= axis)) for d in range(len(graph.shape(part)))]
+        ends = (part, whole, inner) if joins else (whole, part, [(b, a) for a, b in inner])
+        graph.tied(*ends, at.times, at.path)
+    if whole is not None:
+        graph.whole(whole, axis)
+        graph.traffic.append((whole, at.times))
 
 
 def pad(graph: Graph, at: Equation) -> None:
@@ -243,6 +258,7 @@ TOGETHER: dict[str, Rule] = {
     "broadcast_in_dim": broadcast_in_dim,
     "squeeze": squeeze,
     "concatenate": concatenate,
+    **dict.fromkeys(("stack", "unstack"), stack),
     "pad": pad,
     "dynamic_update_slice": dynamic_update_slice,
     "sort": sort,
