@@ -447,3 +447,19 @@ def test_stacks(axis, axis_type):
     args = jax.random.normal(jax.random.key(0), (16, 8)), jax.random.normal(jax.random.key(1), (16, 8))
     plan, _ = check_equal(step, args, mesh_of(axis_type, data=4, tp=2))
     assert plan.notes == () and any(leaf.spec != P() for arg in plan.args for leaf in arg)
+
+
+def test_nothing_common_is_unknown():
+    """What JAX, old or new, makes of everyday functions and their gradients."""
+
+    def step(w, x):
+        def body(c, row):
+            return jnp.tanh(c @ w) + row, jax.nn.gelu(c)
+
+        def loss(w):
+            c, ys = jax.lax.scan(jax.checkpoint(body), x, jnp.stack([x, x * 2.0]))
+            return jnp.mean(jax.nn.softmax(jnp.log2(1.0 + c**2)) * ys.sum(0)) + jnp.var(jax.nn.silu(c @ w))
+
+        return w - jax.grad(loss)(w)
+
+    assert eqshard.step_plan(step, shape(64, 64), shape(128, 64), mesh=eqshard.MeshSpec(x=8)).notes == ()

@@ -17,7 +17,7 @@ from ._trace import inner_jaxpr, scan_parts, Traced
 
 INLINE = frozenset(
     """jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr
-    custom_lin xla_call""".split()
+    custom_lin xla_call eval_jaxpr""".split()
 )
 Env = dict[Any, int | None]
 """The value of each variable; None for scalars."""

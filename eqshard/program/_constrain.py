@@ -128,7 +128,7 @@ class _Writer:
     def equation(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> list[Any]:
         """An equation with constraints in or inside it."""
         name, params = eqn.primitive.name, eqn.params
-        if name in ("jit", "pjit", "closed_call", "core_call"):
+        if name in ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"):
             jaxpr, consts = inner_jaxpr(eqn)
             return self.evaluate(jaxpr, consts, ins, path)
         if name in ("remat2", "checkpoint", "remat") and hasattr(params["jaxpr"], "eqns"):

@@ -8,12 +8,13 @@ from ._graph import Equation, Graph, Reduction
 
 
 ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-    igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mul_no_nan ne neg
-    nextafter not or pcast polygamma population_count pow pvary real reduce_precision regularized_incomplete_beta rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
-    sub tan tanh threefry2x32 xor bitcast_convert_type random_gamma random_unwrap random_wrap zeta""".split()
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
+    igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mul_no_nan ne
+    neg nextafter not one_minus_square or pcast polygamma population_count pow pvary real reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+    sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor bitcast_convert_type random_gamma random_unwrap
+    random_wrap zeta log2 mulhi polynomial""".split()
 )
 FREE = frozenset("iota rng_bit_generator random_bits random_seed random_fold_in random_split rng_uniform empty".split())
 """Made anew wherever they are read, in whatever layout."""
