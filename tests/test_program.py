@@ -463,3 +463,22 @@ def test_nothing_common_is_unknown():
         return w - jax.grad(loss)(w)
 
     assert eqshard.step_plan(step, shape(64, 64), shape(128, 64), mesh=eqshard.MeshSpec(x=8)).notes == ()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_rows_of_a_scatter_are_added_where_they_are(batched, axis_type):
+    """The gradient of a table: each device adds up its part of the batch, then the sums are shared out."""
+
+    def grad(table, tokens):
+        look = (lambda t, i: jax.vmap(lambda t, i: t[i])(t, i)) if batched else (lambda t, i: t[i])
+        return table - 0.1 * jax.grad(lambda t: jnp.sum(jnp.sin(look(t, tokens)) ** 2))(table)
+
+    lead = (4,) if batched else ()
+    table = jax.random.normal(jax.random.key(0), (*lead, 64, 16))
+    tokens = jax.random.randint(jax.random.key(1), (*lead, 256), 0, 80)  # some beyond the end
+    mesh = eqshard.MeshSpec({"data": 4, "tp": 2}, axis_type=axis_type, chip="v5e")
+    plan, _ = check_equal(grad, (table, tokens), mesh)
+    assert any(spec != P() for _, side, slot, spec in plan.inner if side == "way" and slot == 2)
+    if not batched and axis_type == "auto":
+        text = str(jax.make_jaxpr(eqshard.constrain(plan, grad))(table, tokens))
+        assert "psum" in text or "reduce_scatter" in text

@@ -12,6 +12,7 @@ from jax.sharding import auto_axes, NamedSharding, PartitionSpec
 
 from .._apply import apply
 from .._errors import MismatchError
+from .._spec import entry_axes
 from .._tree import is_array
 from ._step import StepPlan
 from ._trace import inner_jaxpr, scan_parts, trace, Traced
@@ -103,6 +104,8 @@ class _Writer:
             local = self.local(eqn, here)
             if local is not None:
                 out = self.alone(eqn, ins, local)
+            elif self.summed_axes(eqn, here):
+                out = [self.scattered(eqn, ins, here)]
             else:
                 out = self.equation(eqn, ins, here) if here in self.inside else _bind(eqn, ins, eqn.params)
             env.update((v, self.put(x, here, "out", s)) for s, (v, x) in enumerate(zip(eqn.outvars, out)))
@@ -124,6 +127,43 @@ class _Writer:
         run = lambda *xs: tuple(_bind(eqn, list(xs), _params_of_a_piece(eqn, xs[0])))
         every = (spec,) * len(eqn.outvars)
         return list(jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=every, check_vma=False)(*ins))
+
+    def summed_axes(self, eqn: Any, path: tuple[int, ...]) -> tuple[str, ...]:
+        """The axes over which a scatter that adds is to share out its rows, if each device can add up its own."""
+        if eqn.primitive.name not in ("scatter-add", "scatter_add"):
+            return ()
+        table, index, update = (self.points.get((path, "way", i)) for i in range(3))
+        if table is None or index is None or update is None:
+            return ()
+        numbers = eqn.params["dimension_numbers"]
+        if any(axes_at(table, int(d)) for d in numbers.inserted_window_dims):
+            return ()  # a row may belong to another device
+        batched = {int(d) for d in numbers.scatter_indices_batching_dims}
+        return tuple(a for d in range(len(index)) if d not in batched for a in axes_at(index, d))
+
+    def scattered(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> Any:
+        """Adds up each device's rows by itself, then over devices: layouts cannot ask XLA for that."""
+        specs = tuple(self.points[path, "way", i] for i in range(3))
+        left, made = self.summed_axes(eqn, path), list(specs[0])
+        made += [None] * (ins[0].ndim - len(made))
+        cuts: list[tuple[int, tuple[str, ...]]] = []
+        wanted = self.points.get((path, "out", 0), PartitionSpec())
+        for d in range(len(wanted)):
+            axes = axes_at(wanted, d)
+            if axes and made[d] is None and set(axes) <= set(left):  # the sum comes in pieces at once
+                cuts.append((d, axes))
+                made[d] = axes
+                left = tuple(a for a in left if a not in axes)
+
+        def run(table: Any, index: Any, update: Any) -> Any:
+            (part,) = _bind(eqn, [jnp.zeros_like(table), index, update], eqn.params)
+            for d, axes in cuts:
+                part = jax.lax.psum_scatter(part, axes, scatter_dimension=d, tiled=True)
+            return jax.lax.psum(part, left) if left else part
+
+        out = PartitionSpec(*made)
+        part = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)(*ins)
+        return part + jax.lax.with_sharding_constraint(ins[0], NamedSharding(self.mesh, out))
 
     def equation(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> list[Any]:
         """An equation with constraints in or inside it."""
@@ -159,6 +199,11 @@ class _Writer:
             return self.evaluate(jaxpr, consts, pinned, path)
 
         return jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
+
+
+def axes_at(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+    """The axes that cut a dimension."""
+    return entry_axes(spec[dim]) if dim < len(spec) else ()
 
 
 def _about(eqn: Any) -> set[int]:

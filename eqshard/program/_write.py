@@ -102,7 +102,7 @@ def _points(p: Problem, choice: Choice, ins: list[int | None]) -> list[Point]:
     for op, way in zip(graph.ops, choice.ways):
         for slot, (v, letters) in zip(op.slots, op.operands):
             want = require(way, letters)
-            if want != state_of(p, choice, v):
+            if want != state_of(p, choice, v) or op.kind == "scatter":
                 write(op.path, "way", slot, want, v)
         for slot, (v, _) in zip(op.out_slots, op.outs):
             write(op.path, "out", slot, state_of(p, choice, v), v)
