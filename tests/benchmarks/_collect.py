@@ -19,7 +19,7 @@ HERE = pathlib.Path(__file__).parent
 HOURS = ("layouts", "zoo")
 FAILED = "-- failed --"  # what comes after it is no result
 PACKAGES = "eqshard jax jaxlib equinox numpy optax orbax-checkpoint eformer datarax haliax flax scalax".split()
-RATIO = re.compile(r"(?P<text>.*?)[\s:(]*\b(?P<ratio>\d+(?:\.\d+)?)x\b")
+RATIO = re.compile(r"(?P<text>.*[^\d.])(?<![\d.])(?P<ratio>\d+(?:\.\d+)?)x\b")  # the last of a line
 AFTER_COLON = re.compile(r"\s*(?P<text>[^:|]+):\s+(?P<ratio>\d+\.\d+)(?=\s*$|\s+\()")
 IN_BRACKETS = re.compile(r"([a-z_][\w, ]*?) [\d.]+ \((\d+\.\d+)x\)")  # several on a line: name seconds (ratio)
 
@@ -43,7 +43,7 @@ def ratios(output: str) -> list[tuple[str, str]]:
             continue
         hit = RATIO.match(line) or AFTER_COLON.match(line)
         if hit is not None:
-            found.append((" ".join(hit["text"].split()), hit["ratio"]))
+            found.append((" ".join(hit["text"].split()).rstrip(" :("), hit["ratio"]))
     return found
 
 
