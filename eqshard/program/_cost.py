@@ -86,8 +86,10 @@ class Machine:
     def sums(self, nbytes: float, made: State, partial: tuple[bool, ...], want: State) -> Iterator[Transfer]:
         """What sums partial results and brings them where they are wanted."""
         local, state = nbytes / self.factor(made), list(made)
+        # XLA scatters a sum along one dimension; for several it makes the whole sum, and cuts that.
+        together = len({w for w, summed in zip(want, partial) if summed and w >= 0}) == 1
         for axis, (n, summed) in enumerate(zip(self.sizes, partial)):
-            if summed and want[axis] >= 0:
+            if summed and want[axis] >= 0 and together:
                 yield "reduce-scatter", axis, local, self.gather(axis, local)
                 local /= n
                 state[axis] = want[axis]
