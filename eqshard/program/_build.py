@@ -12,13 +12,9 @@ from ._graph import Equation, Graph, Place
 from ._live import Alive, worst_moments
 from ._ops import CONSTRAINTS, given, given_specs, opaque, OPERATIONS, OpRules, PRODUCTS, told
 from ._together import one_by_one, PINNED, TOGETHER
-from ._trace import inner_jaxpr, scan_parts, Traced
+from ._trace import CALLS, inner_jaxpr, scan_parts, Traced
 
 
-INLINE = frozenset(
-    """jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr
-    custom_lin xla_call eval_jaxpr""".split()
-)
 Env = dict[Any, int | None]
 """The value of each variable; None for scalars."""
 
@@ -87,12 +83,13 @@ class _Builder:
         """Reads a jaxpr's equations; returns the worst moments of its memory."""
         outer, self.shared = self.shared, _read_often(jaxpr)
         inside = [self.equation(eqn, env, times, (*path, i)) for i, eqn in enumerate(jaxpr.eqns)]
+        copies = {v: copy for v, copy in self.shared.items() if copy is not None and self.early.get(v, False)}
         self.shared = outer
-        return worst_moments(self.graph, jaxpr, env, inside, self.late, self.in_place if not path else ())
+        return worst_moments(self.graph, jaxpr, env, inside, self.late, self.in_place if not path else (), copies)
 
     def equation(self, eqn: Any, env: Env, times: float, path: Place) -> list[Alive]:
         name = eqn.primitive.name
-        if name in INLINE and (inner := inner_jaxpr(eqn)) is not None:
+        if name in CALLS and (inner := inner_jaxpr(eqn)) is not None:
             return self.inline(eqn, inner[0], env, times, path)
         ins = self.operands(eqn, env, times, path)
         if name in ("scan", "while", "cond"):

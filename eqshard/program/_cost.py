@@ -32,6 +32,10 @@ ROW = 5e-6
 however wide the row."""
 
 
+LANES = 128
+"""How wide a TPU's unit for products is."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """The mesh as costs see it: the axes larger than 1, with their bandwidths."""
@@ -54,6 +58,16 @@ class Machine:
     def row_seconds(self) -> float:
         """Seconds of a row of a scatter beyond those of its bytes."""
         return ROW if self.chip.clock else 0.0
+
+    def thinness(self, shape: tuple[int, ...], partial: tuple[bool, ...], want: State) -> float:
+        """How many times longer a product takes whose sum comes in pieces: XLA makes it piece by piece, and a TPU
+        takes as long for a thin piece as for a full one."""
+        dims = {w for w, summed in zip(want, partial) if summed and w >= 0}
+        if not self.chip.clock or len(dims) != 1:
+            return 1.0
+        (d,) = dims
+        piece = shape[d] / math.prod(n for n, w in zip(self.sizes, want) if w == d)
+        return max(1.0, min(LANES, shape[d]) / piece)
 
     def factor(self, state: State) -> int:
         """Into how many pieces a state cuts a value."""
@@ -108,9 +122,12 @@ class Machine:
         return sum((self.exposed(t, unwaited) for t in self.sums(nbytes, made, partial, want)), 0.0)
 
     def exposed(self, transfer: Transfer, unwaited: bool) -> float:
-        """The seconds of a transfer that others wait for."""
-        kind, _, _, seconds = transfer
-        return seconds * (1 - self.hidden) if unwaited and kind in ("all-gather", "reduce-scatter") else seconds
+        """The seconds of a transfer that others wait for: of many small ones at least what each takes to begin."""
+        kind, axis, _, seconds = transfer
+        if not unwaited or kind not in ("all-gather", "reduce-scatter"):
+            return seconds
+        start = (self.sizes[axis] - 1) * HOP
+        return start + (seconds - start) * (1 - self.hidden)
 
     def compute(self, flops: float, nbytes: float) -> float:
         """Seconds of work on one device, whichever of arithmetic and memory is slower."""

@@ -1,21 +1,31 @@
-"""Which values are in memory at one time, where that is most."""
+"""Which values are in memory at one time, where that is most.
 
-from collections.abc import Container, Sequence
+What XLA fuses into its readers takes no memory of its own, but what it is made of must stay as long as it is read.
+"""
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jax.extend.core import Literal
 
 from ._graph import Graph
-from ._together import ELEMENTWISE
+from ._ops import CONSTRAINTS, PRODUCTS
+from ._together import ELEMENTWISE, SPREAD
+from ._trace import CALLS, inner_jaxpr
 
 
 # What XLA fuses into its readers, or does without a copy.
-_FUSED_AWAY = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims", "slice"}
+_FUSED_AWAY = (
+    ELEMENTWISE
+    | CONSTRAINTS
+    | frozenset("reshape squeeze expand_dims transpose broadcast_in_dim iota slice optimization_barrier".split())
+)
 MOMENTS = 2
 """How many of the worst moments are looked at."""
 
 Alive = dict[int, float]
-"""Values in memory at one time, and how many of each."""
+"""Values in memory at one time, and how much of each: less than 1 if it is kept in a narrower type."""
 
 
 def worst_moments(
@@ -25,6 +35,7 @@ def worst_moments(
     inside: Sequence[list[Alive]],
     late: dict[Any, bool],
     in_place: Container[Any] = (),
+    copies: Mapping[Any, int] = MappingProxyType({}),
 ) -> list[Alive]:
     """The few worst moments of a jaxpr, the worst first.
 
@@ -33,31 +44,106 @@ def worst_moments(
     - `inside`: the worst moments inside each equation.
     - `late`: variables that no product reads any more; their equations run as soon as they can.
     - `in_place`: results that take the memory of arguments.
+    - `copies`: of variables that several products read, what they read: kept from the first to the last of them.
     """
     order = _order(jaxpr, late)
-    last = _last(jaxpr, order)
-    ends: dict[int, list[Any]] = {}
-    for v, place in last.items():
+    made, held = _held(graph, jaxpr, env, order, in_place, copies)
+    ends: dict[int, list[int]] = {}
+    for v, place in held.items():
         ends.setdefault(place, []).append(v)
+    share = _narrowed(jaxpr, env)
     alive: Alive = {}
     nbytes, worst = 0.0, []
     for place, i in enumerate(order):
-        eqn = jaxpr.eqns[i]
-        if eqn.primitive.name not in _FUSED_AWAY:
-            for v in (env.get(v) for v in eqn.outvars if v in last and v not in in_place):
-                if v is not None and v not in alive:
-                    alive[v] = 1.0
-                    nbytes += graph.values[v].nbytes
+        for v in made[place]:
+            if v not in alive:
+                alive[v] = share.get(v, 1.0)
+                nbytes += alive[v] * graph.values[v].nbytes
         within = inside[i][0] if inside[i] else {}
-        total = nbytes + sum(n * graph.values[v].nbytes for v, n in within.items())
+        total = nbytes + sum(n * graph.values[v].nbytes for v, n in within.items() if v not in alive)
         if len(worst) < MOMENTS or total > worst[-1][0]:
-            worst = sorted([*worst, (total, place, alive | within)], key=lambda m: (-m[0], m[1]))[:MOMENTS]
+            worst = sorted([*worst, (total, place, within | alive)], key=lambda m: (-m[0], m[1]))[:MOMENTS]
         for v in ends.get(place, ()):
-            gone = env.get(v)
-            if gone is not None and gone in alive:
-                del alive[gone]
-                nbytes -= graph.values[gone].nbytes
+            if v in alive:
+                nbytes -= alive.pop(v) * graph.values[v].nbytes
     return [alive for _, _, alive in worst]
+
+
+def _held(
+    graph: Graph,
+    jaxpr: Any,
+    env: dict[Any, int | None],
+    order: list[int],
+    in_place: Container[Any],
+    copies: Mapping[Any, int],
+) -> tuple[list[list[int]], dict[int, int]]:
+    """For each place the values that begin to take memory there, and for each such value where it ends."""
+    readers = _readers(jaxpr)
+    of: dict[Any, frozenset[int]] = {}
+    """For each variable the values in memory that it is made of."""
+    made: list[list[int]] = []
+    last: dict[int, int] = {}
+    for place, i in enumerate(order):
+        eqn = jaxpr.eqns[i]
+        ins = [v for v in eqn.invars if not isinstance(v, Literal)]
+        from_ = frozenset[int]().union(*(of.get(v, frozenset()) for v in ins))
+        begin = []
+        for v in eqn.outvars:
+            value = env.get(v)
+            if value is None or v not in readers or (v in in_place and eqn.primitive.name != "scan"):
+                of[v] = frozenset()
+            elif _fused(eqn) and (readers[v] == 1 or _large(graph, from_, value) < 2):
+                of[v] = from_
+            else:
+                of[v] = frozenset((value,))
+                begin.append(value)
+        if eqn.primitive.name in PRODUCTS:
+            for v in ins:
+                if v in copies:
+                    begin.append(copies[v])
+                    last[copies[v]] = place
+        last.update((value, place) for v in ins for value in of.get(v, ()))
+        made.append(begin)
+    last.update((value, len(order)) for v in jaxpr.outvars if not isinstance(v, Literal) for value in of.get(v, ()))
+    return made, last
+
+
+def _large(graph: Graph, values: Iterable[int], value: int) -> int:
+    """How many of some values are not small beside another."""
+    return sum(SPREAD * graph.values[v].nbytes > graph.values[value].nbytes for v in values)
+
+
+def _fused(eqn: Any) -> bool:
+    if eqn.primitive.name in CALLS and (inner := inner_jaxpr(eqn)) is not None:
+        return all(_fused(e) for e in inner[0].eqns)
+    return eqn.primitive.name in _FUSED_AWAY
+
+
+def _readers(jaxpr: Any) -> dict[Any, int]:
+    """How many equations read each variable; a result is read once more."""
+    found: dict[Any, int] = {}
+    for side in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars):
+        for v in {v for v in side if not isinstance(v, Literal)}:
+            found[v] = found.get(v, 0) + 1
+    return found
+
+
+def _narrowed(jaxpr: Any, env: dict[Any, int | None]) -> Alive:
+    """Values that are only read to be made narrower, as 32-bit results of products are: they are kept so."""
+    widths: dict[Any, list[float]] = {}
+    for eqn in jaxpr.eqns:
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                narrow = eqn.primitive.name == "convert_element_type"
+                widths.setdefault(v, []).append(_width(eqn.outvars[0]) / _width(v) if narrow else 1.0)
+    for v in jaxpr.outvars:
+        widths.setdefault(v, []).append(1.0) if not isinstance(v, Literal) else None
+    shares = ((env.get(v), max(found)) for v, found in widths.items())
+    return {value: share for value, share in shares if value is not None and share < 1}
+
+
+def _width(var: Any) -> float:
+    return float(getattr(getattr(var.aval, "dtype", None), "itemsize", 4))
 
 
 def _order(jaxpr: Any, late: dict[Any, bool]) -> list[int]:
@@ -71,11 +157,3 @@ def _order(jaxpr: Any, late: dict[Any, bool]) -> list[int]:
         made.update((v, place) for v in eqn.outvars)
         places.append((place, i))
     return [i for _, i in sorted(places)]
-
-
-def _last(jaxpr: Any, order: list[int]) -> dict[Any, int]:
-    """For each variable that is read, where for the last time."""
-    last: dict[Any, int] = {}
-    for place, i in enumerate(order):
-        last.update((v, place) for v in jaxpr.eqns[i].invars if not isinstance(v, Literal))
-    return last | {v: len(order) for v in jaxpr.outvars if not isinstance(v, Literal)}

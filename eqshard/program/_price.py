@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._cost import State, Transfer
-from ._graph import Move, Place
-from ._solve import Choice, partial, Problem, project, require, work
+from ._graph import Move, Op, Place
+from ._solve import Choice, partial, Problem, project, require, thin_seconds, unwaited_move, work
 
 
 IN_FLIGHT = 3
@@ -63,9 +63,8 @@ def _moved(p: Problem, choice: Choice) -> Iterator[Moved]:
     for m in graph.moves:
         if graph.cluster(m.source) not in p.free:
             have, want = move_states(p, choice, m)
-            unwaited = not (graph.values[m.source].waited and graph.values[m.target].waited)
             for t in machine.moves(graph.values[m.source].nbytes, have, want):
-                yield item(m.source, t, m.times, unwaited, m.path)
+                yield item(m.source, t, m.times, unwaited_move(graph, m), m.path)
 
 
 def move_states(p: Problem, choice: Choice, move: Move) -> tuple[State, State]:
@@ -79,8 +78,16 @@ def busy_seconds(p: Problem, own: dict[int, np.ndarray], choice: Choice) -> floa
     """The part of a step that is no communication between operations."""
     index = {c: p.layouts[c].index(choice.layouts[c]) for c in p.layouts}
     streams = sum((float(own[c][index[c]]) for c in own), 0.0)
-    work_of = (op.times * work(op, w, p.graph, p.machine) for op, w in zip(p.graph.ops, choice.ways))
+    work_of = (op.times * _busy(p, choice, op, way) for op, way in zip(p.graph.ops, choice.ways))
     return streams + sum(work_of, 0.0)
+
+
+def _busy(p: Problem, choice: Choice, op: Op, way: tuple[int, ...]) -> float:
+    thin = (
+        thin_seconds(op, v, require(way, letters), partial(way, op), state_of(p, choice, v), p.graph, p.machine)
+        for v, letters in op.outs
+    )
+    return work(op, way, p.graph, p.machine) + sum(thin, 0.0)
 
 
 def in_flight(p: Problem, choice: Choice) -> float:

@@ -95,6 +95,17 @@ def work(op: Op, way: tuple[int, ...], graph: Graph, machine: Machine) -> float:
     return machine.compute(op.flops / pieces, nbytes) + rows * machine.row_seconds
 
 
+def thin_seconds(
+    op: Op, v: int, made: State, summed: tuple[bool, ...], want: State, graph: Graph, machine: Machine
+) -> float:
+    """Seconds that a product loses where its sum is scattered in thin pieces."""
+    if not op.flops or op.axes is not None:
+        return 0.0
+    longer = machine.thinness(graph.shape(v), summed, want) - 1
+    pieces = machine.factor(made) * math.prod(n for n, s in zip(machine.sizes, summed) if s)
+    return longer * machine.compute(op.flops / pieces, 0.0)
+
+
 def problem(graph: Graph, machine: Machine, args: list[int | None], fixed: dict[int, Layout]) -> Problem:
     """Lists the choices. `fixed` are clusters whose layout is given."""
     members: dict[int, list[int]] = {}
@@ -178,15 +189,20 @@ def link_tables(p: Problem, number: int) -> list[tuple[int, np.ndarray, list[int
         if c not in p.free:
             for i, s in enumerate(states):
                 for j, (w, summed) in enumerate(wants):
-                    unwaited = not graph.values[v].waited
                     table[i, j] = (
-                        machine.settle(nbytes, w, summed, s, unwaited=unwaited)
+                        machine.settle(nbytes, w, summed, s, unwaited)
+                        + thin_seconds(op, v, w, summed, s, graph, machine)
                         if out
                         else machine.move(nbytes, s, w, unwaited)
                     )
         index_s, index_w = {s: i for i, s in enumerate(states)}, {w: j for j, w in enumerate(wants)}
         links.append((c, table * op.times, [index_s[s] for s in there], [index_w[w] for w in here]))
     return links
+
+
+def unwaited_move(graph: Graph, move: Move) -> bool:
+    """Whether nobody waits for a move. What is brought where a result lies comes last: there is nothing beside it."""
+    return bool(move.path) and not (graph.values[move.source].waited and graph.values[move.target].waited)
 
 
 def move_table(p: Problem, move: Move) -> tuple[np.ndarray, list[int], list[int]]:
@@ -203,8 +219,7 @@ def move_table(p: Problem, move: Move) -> tuple[np.ndarray, list[int], list[int]
     table = np.zeros((len(states), len(wants)))
     if source not in p.free:
         nbytes = graph.values[move.source].nbytes
-        unwaited = not (graph.values[move.source].waited and graph.values[move.target].waited)
-        table[:] = [[p.machine.move(nbytes, s, w, unwaited) for w in wants] for s in states]
+        table[:] = [[p.machine.move(nbytes, s, w, unwaited_move(graph, move)) for w in wants] for s in states]
     index_s, index_w = {s: i for i, s in enumerate(states)}, {w: j for j, w in enumerate(wants)}
     return table * move.times, [index_s[s] for s in there], [index_w[w] for w in here]
 
@@ -214,6 +229,8 @@ class _Lines:
 
     def __init__(self) -> None:
         self.costs: list[float] = []
+        self.owners: list[int] = []
+        """Which choice each of the first columns belongs to."""
         self.entries: list[tuple[int, int, float]] = []
         self.rhs: list[float] = []
 
@@ -221,6 +238,7 @@ class _Lines:
         """Columns of which one is taken; returns the first."""
         start, row = len(self.costs), len(self.rhs)
         self.costs += costs
+        self.owners += [row] * len(costs)
         self.entries += [(row, start + i, 1.0) for i in range(len(costs))]
         self.rhs.append(1.0)
         return start
@@ -287,10 +305,20 @@ def _row(coefficients: dict[int, np.ndarray], start: dict[int, int], fold: Fold,
     return line
 
 
+CLOSE = 5e-3
+"""How near the best a choice must be to be taken without a longer search."""
+ROUNDS = 12
+"""How often the linear program is solved again with more of it settled."""
+
+
 def _run(
     lines: _Lines, rows: list[np.ndarray], limits: list[float], integral: int, seconds: float
 ) -> tuple[np.ndarray, float, float] | None:
-    """Solves the linear program, and as an integer one only if that comes out fractional."""
+    """Solves the linear program; where that comes out fractional, settles what is nearly whole and solves the rest.
+
+    The first solution bounds what any choice can reach, so it is known how far from the best the last one is. Only if
+    that is too far, or nothing fits what was settled, the integer program is solved as such.
+    """
     from scipy.optimize import Bounds, LinearConstraint, linprog, milp  # noqa: PLC0415 (dear to import, seldom needed)
     from scipy.sparse import csr_array  # noqa: PLC0415
 
@@ -299,24 +327,52 @@ def _run(
     objective, rhs = np.array(lines.costs) / unit, np.array(lines.rhs)
     equal: Any = csr_array((v, (r, c)), shape=(len(rhs), n))
     most: Any = np.array([row / max(limit, 1.0) for row, limit in zip(rows, limits)]) if rows else None
-    result: Any = linprog(
-        objective,
-        A_eq=equal,
-        b_eq=rhs,
-        A_ub=most,
-        b_ub=None if most is None else np.ones(len(rows)),
-        method="highs-ds",  # the dual simplex ends in a corner, which is most often integral, and is the quickest here
-        options={"time_limit": seconds},
-    )
-    gap = 0.0
-    if result.status == 2:
-        return None
-    if result.x is None or np.abs(result.x[:integral] - np.rint(result.x[:integral])).max() > 1e-5:
+    least, best, upper = 0.0, None, np.ones(n)
+    for round_ in range(ROUNDS):
+        result: Any = linprog(
+            objective,
+            A_eq=equal,
+            b_eq=rhs,
+            A_ub=most,
+            b_ub=None if most is None else np.ones(len(rows)),
+            bounds=np.stack([np.zeros(n), upper], axis=1),
+            method="highs-ds",  # the dual simplex ends in a corner, which is most often integral, and is the quickest
+            options={"time_limit": seconds},
+        )
+        if result.status == 2 and round_ == 0:
+            return None
+        if result.x is None:
+            break
+        least = result.fun if round_ == 0 else least
+        upper = _settled(result.x[:integral], lines.owners, upper)
+        if upper is None:
+            best = result
+            break
+    gap = 0.0 if best is None else max(0.0, float(best.fun / max(least, 1e-12)) - 1)
+    if best is None or gap > CLOSE:
         whole = np.zeros(n)
         whole[:integral] = 1
         constraints = [LinearConstraint(equal, cast(Any, rhs), cast(Any, rhs))]
         constraints += [LinearConstraint(most, -np.inf, 1.0)] if most is not None else []
-        options = {"time_limit": seconds, "mip_rel_gap": 5e-3}
-        result = milp(objective, integrality=whole, constraints=constraints, bounds=Bounds(0, 1), options=options)
-        gap = float(result.mip_gap or 0.0)
-    return None if result.x is None else (result.x, float(result.fun * unit), gap)
+        options = {"time_limit": seconds, "mip_rel_gap": CLOSE}
+        other: Any = milp(objective, integrality=whole, constraints=constraints, bounds=Bounds(0, 1), options=options)
+        if other.x is not None and (best is None or other.fun < best.fun):
+            best, gap = other, float(other.mip_gap or 0.0)
+    return None if best is None else (best.x, float(best.fun * unit), gap)
+
+
+def _settled(x: np.ndarray, owners: list[int], upper: np.ndarray) -> np.ndarray | None:
+    """Bounds that settle the choices that are whole, and of the others the third that are nearest; None if all are."""
+    of = np.array(owners)
+    order = np.lexsort((x, of))
+    last = np.append(np.nonzero(np.diff(of[order]))[0], len(of) - 1)
+    winners = order[last]  # for each choice its largest column
+    open_ = winners[x[winners] < 1 - 1e-5]
+    if not len(open_):
+        return None
+    nearest = open_[np.argsort(-x[open_], kind="stable")][: max(1, len(open_) // 3)]
+    take = np.concatenate([winners[x[winners] >= 1 - 1e-5], nearest])
+    settled = upper.copy()
+    settled[: len(of)][np.isin(of, of[take])] = 0.0
+    settled[take] = 1.0
+    return settled

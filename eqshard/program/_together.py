@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ._graph import Equation, Graph, Reduction
 
@@ -156,8 +157,9 @@ def pad(graph: Graph, at: Equation) -> None:
 
 def cut(graph: Graph, at: Equation) -> None:
     """Slices: dimensions that are not taken whole must be whole."""
-    for out in at.outs:
-        _cut(graph, at, out)
+    for out, var in zip(at.outs, at.eqn.outvars):
+        if not _empty(var):  # associative scans make empty slices
+            _cut(graph, at, out)
     for d, stride in enumerate(at.params.get("strides") or ()):
         if stride > 1 and at.outs[0] is not None:
             graph.whole(at.outs[0], d)
@@ -175,10 +177,14 @@ def _cut(graph: Graph, at: Equation, out: int | None, whole: Iterable[int] = ())
     graph.tied(a, out, [(d, d) for d in range(len(shape)) if d not in changed], at.times, at.path)
 
 
+def _empty(var: Any) -> bool:
+    return math.prod(var.aval.shape) == 0
+
+
 def dynamic_update_slice(graph: Graph, at: Equation) -> None:
     (operand, update), out = at.ins[:2], at.outs[0]
     graph.same(operand, out)
-    if out is None:
+    if out is None or _empty(at.eqn.invars[1]):
         return
     shape = graph.shape(out)
     part = graph.shape(update) if update is not None else (1,) * len(shape)

@@ -109,6 +109,13 @@ def _outline(jaxpr: Any) -> list[Any]:
     return lines
 
 
+CALLS = frozenset(
+    """jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr
+    custom_lin xla_call eval_jaxpr""".split()
+)
+"""Primitives that only call a jaxpr."""
+
+
 def scan_parts(params: Any) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried; jax 0.12 says it in another way."""
     if "ft_in" in params:
