@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.export import Exported
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._mesh import MeshSpec
 from ._targets import Target
@@ -82,8 +82,10 @@ def _devices(target: Target) -> list[Any]:
 def _compile(job: Job, devices: list[Any], dump: pathlib.Path | None) -> Answer:
     mesh = job.mesh.build(devices)
     structs = []
+    # One layout says for which devices to compile; without any, arguments are whole on all of them.
+    nothing = NamedSharding(mesh, PartitionSpec()) if not any(job.shardings) else None
     for aval, layout in zip(job.exported.in_avals, job.shardings):
-        sharding = None if layout is None else NamedSharding(mesh, layout[0], memory_kind=layout[1])
+        sharding = nothing if layout is None else NamedSharding(mesh, layout[0], memory_kind=layout[1])
         structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
     lowered = jax.jit(job.exported.call, donate_argnums=job.donated, keep_unused=True).lower(*structs)
     places = tuple(tuple(getattr(d, "coords", None) or (d.id,)) for d in mesh.devices.flat)

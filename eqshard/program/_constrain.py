@@ -7,19 +7,15 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.sharding import auto_axes, NamedSharding, PartitionSpec
 
 from .._apply import apply
 from .._errors import MismatchError
-from .._spec import entry_axes
 from .._tree import is_array
+from ._pieces import apart, bind, LOCAL, run_apart, run_scattered, SCATTER_ADD, summed_axes
 from ._step import StepPlan
 from ._trace import inner_jaxpr, scan_parts, trace, Traced
-
-
-LOCAL = frozenset("pad concatenate slice rev sort cumsum cumprod cummax cummin cumlogsumexp".split())
-"""Along the dimension that they are about they are whole, and along the others each piece is by itself."""
 
 
 def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,69 +97,24 @@ class _Writer:
             here = (*path, i)
             ins = [self.put(read(v), here, "in", s) for s, v in enumerate(eqn.invars)]
             ins = [self.put(x, here, "way", s) for s, x in enumerate(ins)]
-            local = self.local(eqn, here)
-            if local is not None:
-                out = self.alone(eqn, ins, local)
-            elif self.summed_axes(eqn, here):
-                out = [self.scattered(eqn, ins, here)]
-            else:
-                out = self.equation(eqn, ins, here) if here in self.inside else _bind(eqn, ins, eqn.params)
+            out = self.in_pieces(eqn, ins, here)
+            if out is None:
+                out = self.equation(eqn, ins, here) if here in self.inside else bind(eqn, ins)
             env.update((v, self.put(x, here, "out", s)) for s, (v, x) in enumerate(zip(eqn.outvars, out)))
         return [read(v) for v in jaxpr.outvars]
 
-    def local(self, eqn: Any, path: tuple[int, ...]) -> PartitionSpec | None:
-        """The layout of all that an equation reads and makes, if each device can run it on its own piece."""
-        made = self.points.get((path, "out", 0))
-        if eqn.primitive.name not in LOCAL or made is None:
-            return None
-        read = [self.points.get((path, "in", i), PartitionSpec()) for i, v in enumerate(eqn.invars) if v.aval.shape]
-        cut = {d for d, entry in enumerate(made) if entry is not None}
-        # A plan that was edited may cut what must be whole: then it is XLA's to bring the pieces together.
-        return made if all(spec == made for spec in read) and not cut & _about(eqn) else None
-
-    def alone(self, eqn: Any, ins: list[Any], spec: PartitionSpec) -> list[Any]:
-        """Runs an equation on each device's piece: XLA has no say in how to cut it."""
-        specs = tuple(spec if jnp.ndim(x) else PartitionSpec() for x in ins)
-        run = lambda *xs: tuple(_bind(eqn, list(xs), _params_of_a_piece(eqn, xs[0])))
-        every = (spec,) * len(eqn.outvars)
-        return list(jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=every, check_vma=False)(*ins))
-
-    def summed_axes(self, eqn: Any, path: tuple[int, ...]) -> tuple[str, ...]:
-        """The axes over which a scatter that adds is to share out its rows, if each device can add up its own."""
-        if eqn.primitive.name not in ("scatter-add", "scatter_add"):
-            return ()
-        table, index, update = (self.points.get((path, "way", i)) for i in range(3))
-        if table is None or index is None or update is None:
-            return ()
-        numbers = eqn.params["dimension_numbers"]
-        if any(axes_at(table, int(d)) for d in numbers.inserted_window_dims):
-            return ()  # a row may belong to another device
-        batched = {int(d) for d in numbers.scatter_indices_batching_dims}
-        return tuple(a for d in range(len(index)) if d not in batched for a in axes_at(index, d))
-
-    def scattered(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> Any:
-        """Adds up each device's rows by itself, then over devices: layouts cannot ask XLA for that."""
-        specs = tuple(self.points[path, "way", i] for i in range(3))
-        left, made = self.summed_axes(eqn, path), list(specs[0])
-        made += [None] * (ins[0].ndim - len(made))
-        cuts: list[tuple[int, tuple[str, ...]]] = []
-        wanted = self.points.get((path, "out", 0), PartitionSpec())
-        for d in range(len(wanted)):
-            axes = axes_at(wanted, d)
-            if axes and made[d] is None and set(axes) <= set(left):  # the sum comes in pieces at once
-                cuts.append((d, axes))
-                made[d] = axes
-                left = tuple(a for a in left if a not in axes)
-
-        def run(table: Any, index: Any, update: Any) -> Any:
-            (part,) = _bind(eqn, [jnp.zeros_like(table), index, update], eqn.params)
-            for d, axes in cuts:
-                part = jax.lax.psum_scatter(part, axes, scatter_dimension=d, tiled=True)
-            return jax.lax.psum(part, left) if left else part
-
-        out = PartitionSpec(*made)
-        part = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)(*ins)
-        return part + jax.lax.with_sharding_constraint(ins[0], NamedSharding(self.mesh, out))
+    def in_pieces(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> list[Any] | None:
+        """Runs an equation on each device's piece, if the plan has it so; None if it is XLA's to cut."""
+        made = self.points.get((path, "out", 0), PartitionSpec())
+        if eqn.primitive.name in LOCAL and (path, "out", 0) in self.points:
+            read = [self.points.get((path, "in", i), PartitionSpec()) for i, v in enumerate(eqn.invars) if v.aval.shape]
+            if apart(eqn, read, made):
+                return run_apart(eqn, ins, made, self.mesh)
+        if eqn.primitive.name in SCATTER_ADD and all((path, "way", i) in self.points for i in range(3)):
+            specs = [self.points[path, "way", i] for i in range(3)]
+            if axes := summed_axes(eqn, specs):
+                return [run_scattered(eqn, ins, specs, axes, made, self.mesh)]
+        return None
 
     def equation(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> list[Any]:
         """An equation with constraints in or inside it."""
@@ -173,23 +124,22 @@ class _Writer:
             return self.evaluate(jaxpr, consts, ins, path)
         if name in ("remat2", "checkpoint", "remat") and hasattr(params["jaxpr"], "eqns"):
             new = self.rewritten(params["jaxpr"], (), path)
-            return _bind(eqn, ins, params | {"jaxpr": new.jaxpr} if not new.consts else params)
+            return bind(eqn, ins, params | {"jaxpr": new.jaxpr} if not new.consts else params)
         if name == "scan":
             first, carried = scan_parts(params)
             body = self.rewritten(params["jaxpr"].jaxpr, params["jaxpr"].consts, path, range(first, first + carried))
-            return _bind(eqn, ins, params | {"jaxpr": body})
+            return bind(eqn, ins, params | {"jaxpr": body})
         if name == "while":
             body = self.rewritten(params["body_jaxpr"].jaxpr, params["body_jaxpr"].consts, path)
-            return _bind(eqn, ins, params | {"body_jaxpr": body})
+            return bind(eqn, ins, params | {"body_jaxpr": body})
         if name == "cond":
             branches = tuple(self.rewritten(b.jaxpr, b.consts, (*path, i)) for i, b in enumerate(params["branches"]))
-            return _bind(eqn, ins, params | {"branches": branches})
-        if (
-            "call_jaxpr" in params
-        ):  # of custom gradients: the rules stay, and if they are asked they choose for themselves
-            body = self.rewritten(params["call_jaxpr"].jaxpr, params["call_jaxpr"].consts, path)
-            return _bind(eqn, ins, params | {"call_jaxpr": body})
-        return _bind(eqn, ins, params)
+            return bind(eqn, ins, params | {"branches": branches})
+        # Of custom gradients: the rules stay, and if they are asked they choose for themselves.
+        if "call_jaxpr" in params:
+            body = self.rewritten(*inner_jaxpr(eqn), path)
+            return bind(eqn, ins, params | {"call_jaxpr": body})
+        return bind(eqn, ins)
 
     def rewritten(self, jaxpr: Any, consts: Any, path: tuple[int, ...], carries: range = range(0)) -> Any:
         """The jaxpr of a body, with its constraints."""
@@ -199,40 +149,6 @@ class _Writer:
             return self.evaluate(jaxpr, consts, pinned, path)
 
         return jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
-
-
-def axes_at(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
-    """The axes that cut a dimension."""
-    return entry_axes(spec[dim]) if dim < len(spec) else ()
-
-
-def _about(eqn: Any) -> set[int]:
-    """The dimensions along which an equation of `LOCAL` must be whole."""
-    before, after, p = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
-    if eqn.primitive.name == "pad":
-        return {d for d, config in enumerate(p["padding_config"]) if any(config)}
-    if eqn.primitive.name == "slice":
-        strides = p["strides"] or (1,) * len(before)
-        return {d for d, stride in enumerate(strides) if before[d] != after[d] or stride != 1}
-    return {int(d) for d in p.get("dimensions", (p.get("dimension", p.get("axis")),))}
-
-
-def _params_of_a_piece(eqn: Any, piece: Any) -> Any:
-    """An equation's parameters on a piece: a slice that takes all of a dimension takes all of the piece's."""
-    if eqn.primitive.name != "slice":
-        return eqn.params
-    whole, starts, limits = eqn.invars[0].aval.shape, eqn.params["start_indices"], eqn.params["limit_indices"]
-    ends = [m if (a, b) == (0, n) else b for a, b, n, m in zip(starts, limits, whole, piece.shape)]
-    return eqn.params | {"limit_indices": tuple(ends)}
-
-
-def _bind(eqn: Any, ins: list[Any], params: Any) -> list[Any]:
-    """Runs an equation; its line and its names stay those of the function that was planned."""
-    source = eqn.source_info
-    names = source_info_util.current_name_stack() + source.name_stack
-    with source_info_util.user_context(source.traceback, name_stack=names):
-        out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(params))
-    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _mesh(plan: StepPlan, arrays: list[Any]) -> Any:

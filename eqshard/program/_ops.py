@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._errors import ShardingError
 from .._spec import entry_axes
 from ._graph import Equation, Graph, Op
+from ._rows import one_by_one, row_dims, windows
 
 
 Named = tuple[int | None, Sequence[str]]
@@ -81,22 +82,21 @@ def conv(graph: Graph, at: Equation) -> None:
 
 
 def gather(graph: Graph, at: Equation) -> None:
-    dn, sizes = at.params["dimension_numbers"], at.params["slice_sizes"]
+    dn = at.params["dimension_numbers"]
     table, index = (tuple(v.aval.shape) for v in at.eqn.invars[:2])
     out = tuple(at.eqn.outvars[0].aval.shape)
     letters, names_t, names_i, names_o = {}, ["-"] * len(table), ["-"] * len(index), ["-"] * len(out)
     for i, d in enumerate(d for d in range(len(out)) if d not in dn.offset_dims):
         letters[f"i{i}"] = out[d]
         names_o[d] = names_i[i] = f"i{i}"
-    kept = [d for d in range(len(table)) if d not in dn.collapsed_slice_dims and d not in dn.operand_batching_dims]
-    for d, o in zip(kept, dn.offset_dims):
-        if sizes[d] == table[d]:
+    for d, (o, size) in windows(at.eqn).items():
+        if size == table[d]:
             letters[f"t{d}"] = table[d]
             names_t[d] = names_o[o] = f"t{d}"
     for d, i in zip(dn.operand_batching_dims, dn.start_indices_batching_dims):
         names_t[d] = names_i[i]
-    if len(dn.collapsed_slice_dims) == 1:  # a cut table: each device looks up its part, and the parts are summed
-        d = dn.collapsed_slice_dims[0]
+    if len(row_dims(at.eqn)) == 1:  # a cut table: each device looks up its part, and the parts are summed
+        (d,) = row_dims(at.eqn)
         letters[f"v{d}"] = table[d]
         names_t[d] = f"v{d}"
     reduced = {n for n in letters if n[0] == "v"}
@@ -110,17 +110,15 @@ def scatter(graph: Graph, at: Equation) -> None:
     for i, d in enumerate(d for d in range(len(update)) if d not in dn.update_window_dims):
         letters[f"i{i}"] = update[d]
         names_u[d] = names_i[i] = f"i{i}"
-    inserted = (*dn.inserted_window_dims, *dn.operand_batching_dims)
-    kept = [d for d in range(len(table)) if d not in inserted]
-    for d, u in zip(kept, dn.update_window_dims):
-        if update[u] == table[d]:
+    for d, (u, size) in windows(at.eqn).items():
+        if size == table[d]:
             letters[f"t{d}"] = table[d]
             names_t[d] = names_u[u] = f"t{d}"
     batched = set()
     for d, i in zip(dn.operand_batching_dims, dn.scatter_indices_batching_dims):
         names_t[d] = names_i[i]
         batched.add(names_i[i])
-    for d in dn.inserted_window_dims:
+    for d in row_dims(at.eqn):
         letters[f"v{d}"] = table[d]
         names_t[d] = f"v{d}"
     reduced = {n for n in letters if n[0] == "i" and n not in batched}
@@ -129,11 +127,10 @@ def scatter(graph: Graph, at: Equation) -> None:
         reduced = set()
     ends = list(zip(at.ins, (names_t, names_i, names_u)))
     op(graph, at, "scatter", letters, ends, [(at.outs[0], names_t)], reduced)
-    window = math.prod(update[d] for d in dn.update_window_dims)
-    if window > 1:  # single numbers are not put in one by one
+    if one_by_one(at.eqn):
         made = graph.ops[-1]
         made.rows = frozenset(n for n, letter in enumerate(letters) if letter[0] == "i")
-        made.row_count = math.prod(update) / window
+        made.row_count = math.prod(update) / math.prod(update[d] for d in dn.update_window_dims)
 
 
 def opaque(graph: Graph, at: Equation) -> None:
