@@ -11,8 +11,8 @@ from .._mesh import MeshSpec
 State = tuple[int, ...]
 """For each mesh axis the dimension of a value that it cuts, or -1."""
 
-Transfer = tuple[str, int, float, float]
-"""A collective: its kind, the mesh axis, bytes in all along it, seconds."""
+Transfer = tuple[str, tuple[int, ...], float, float]
+"""A collective: its kind, the mesh axes, bytes in all along them, seconds."""
 
 HOP = 1e-6
 """Seconds that a collective takes for each neighbour it passes."""
@@ -73,15 +73,18 @@ class Machine:
         """Into how many pieces a state cuts a value."""
         return math.prod(n for n, d in zip(self.sizes, state) if d >= 0)
 
-    def gather(self, axis: int, gathered: float) -> float:
-        """An all-gather, or a reduce-scatter, of so many bytes in all along an axis."""
-        n = self.sizes[axis]
-        return (n - 1) * HOP + gathered * (n - 1) / n / self.bandwidths[axis]
+    def start(self, axes: tuple[int, ...]) -> float:
+        """Seconds until the first byte of a collective has gone round."""
+        return sum(self.sizes[a] - 1 for a in axes) * HOP
+
+    def gather(self, axes: tuple[int, ...], gathered: float) -> float:
+        """An all-gather, or a reduce-scatter, of so many bytes in all along axes; it uses the links of all of them."""
+        n = math.prod(self.sizes[a] for a in axes)
+        return self.start(axes) + gathered * (n - 1) / n / sum(self.bandwidths[a] for a in axes)
 
     def exchange(self, axis: int, total: float) -> float:
         """An all-to-all of so many bytes in all along an axis."""
-        n = self.sizes[axis]
-        return (n - 1) * HOP + total / 4 / self.bandwidths[axis]
+        return self.start((axis,)) + total / 4 / self.bandwidths[axis]
 
     def moves(self, nbytes: float, have: State, want: State) -> Iterator[Transfer]:
         """What brings a value from one state to another."""
@@ -89,26 +92,32 @@ class Machine:
         for n, h, w in zip(self.sizes, have, want):  # cutting is free, and makes the rest cheaper
             if h < 0 <= w:
                 local /= n
+        whole: dict[int, tuple[int, ...]] = {}
         for axis, (n, h, w) in enumerate(zip(self.sizes, have, want)):
             if h >= 0 and w >= 0 and h != w:
-                yield "all-to-all", axis, local * n, self.exchange(axis, local * n)
-        for axis, (n, h, w) in enumerate(zip(self.sizes, have, want)):
-            if w < 0 <= h:
-                local *= n
-                yield "all-gather", axis, local, self.gather(axis, local)
+                yield "all-to-all", (axis,), local * n, self.exchange(axis, local * n)
+            elif w < 0 <= h:
+                whole[h] = (*whole.get(h, ()), axis)
+        for axes in whole.values():  # one for each dimension
+            local *= math.prod(self.sizes[a] for a in axes)
+            yield "all-gather", axes, local, self.gather(axes, local)
 
     def sums(self, nbytes: float, made: State, partial: tuple[bool, ...], want: State) -> Iterator[Transfer]:
         """What sums partial results and brings them where they are wanted."""
         local, state = nbytes / self.factor(made), list(made)
+        summed = tuple(a for a, s in enumerate(partial) if s)
+        scattered = tuple(a for a in summed if want[a] >= 0)
         # XLA scatters a sum along one dimension; for several it makes the whole sum, and cuts that.
-        together = len({w for w, summed in zip(want, partial) if summed and w >= 0}) == 1
-        for axis, (n, summed) in enumerate(zip(self.sizes, partial)):
-            if summed and want[axis] >= 0 and together:
-                yield "reduce-scatter", axis, local, self.gather(axis, local)
-                local /= n
-                state[axis] = want[axis]
-            elif summed:
-                yield "all-reduce", axis, local, 2 * self.gather(axis, local)
+        if len({want[a] for a in scattered}) > 1:
+            scattered = ()
+        rest = tuple(a for a in summed if a not in scattered)
+        if scattered:
+            yield "reduce-scatter", scattered, local, self.gather(scattered, local)
+            local /= math.prod(self.sizes[a] for a in scattered)
+            for a in scattered:
+                state[a] = want[a]
+        if rest:
+            yield "all-reduce", rest, local, 2 * self.gather(rest, local)
         yield from self.moves(nbytes, tuple(state), want)
 
     def move(self, nbytes: float, have: State, want: State, unwaited: bool = False) -> float:
@@ -123,10 +132,10 @@ class Machine:
 
     def exposed(self, transfer: Transfer, unwaited: bool) -> float:
         """The seconds of a transfer that others wait for: of many small ones at least what each takes to begin."""
-        kind, axis, _, seconds = transfer
+        kind, axes, _, seconds = transfer
         if not unwaited or kind not in ("all-gather", "reduce-scatter"):
             return seconds
-        start = (self.sizes[axis] - 1) * HOP
+        start = self.start(axes)
         return start + (seconds - start) * (1 - self.hidden)
 
     def compute(self, flops: float, nbytes: float) -> float:

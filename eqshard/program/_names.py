@@ -27,7 +27,7 @@ def costs_of(study: Study, chosen: Chosen) -> tuple[Cost, ...]:
         Cost(
             what=what,
             kind=kind,
-            axes=tuple(dict.fromkeys(machine.names[m.axis] for m in ms)),
+            axes=tuple(dict.fromkeys(machine.names[a] for m in ms for a in m.axes)),
             nbytes=max(m.nbytes for m in ms),
             times=times,
             seconds=sum((m.seconds for m in ms), 0.0),

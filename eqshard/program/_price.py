@@ -20,7 +20,7 @@ class Moved:
 
     value: int
     kind: str
-    axis: int
+    axes: tuple[int, ...]
     nbytes: float
     times: float
     seconds: float
@@ -46,9 +46,9 @@ def _moved(p: Problem, choice: Choice) -> Iterator[Moved]:
     graph, machine = p.graph, p.machine
 
     def item(v: int, transfer: Transfer, times: float, unwaited: bool, path: Place, made: bool = False) -> Moved:
-        kind, axis, nbytes, seconds = transfer
+        kind, axes, nbytes, seconds = transfer
         waited = times * machine.exposed(transfer, unwaited)
-        return Moved(v, kind, axis, nbytes, times, times * seconds, waited, path, made)
+        return Moved(v, kind, axes, nbytes, times, times * seconds, waited, path, made)
 
     for op, way in zip(graph.ops, choice.ways):
         for v, letters in op.operands:
