@@ -129,6 +129,8 @@ class _Builder:
                 self.graph.move(v, known, None, times, path, slot)
                 if product and var in self.shared:
                     self.shared[var] = known
+            else:
+                self.graph.pins.append((path, slot, known, False))
             found.append(known)
         return found
 
