@@ -413,6 +413,28 @@ def test_an_alternative_that_does_not_fit_is_written_too():
     assert eqshard.StepPlan.from_json(plan.to_json()) == plan
 
 
+def test_tuning_keeps_to_the_memory_by_the_compilers_count(tmp_path):
+    """What the compiler takes more than was predicted is planned for; what nothing fits is said."""
+    step = lambda w, x: (w - x.T @ jnp.tanh(x @ w), jnp.sum(jnp.sort(jnp.sin(x @ w), axis=1)))
+    args, mesh = (shape(512, 512), shape(4096, 512)), eqshard.MeshSpec(a=8)
+    tune = lambda **options: eqshard.step_plan(
+        step, *args, mesh=mesh, tune=2, target="cpu:8", cache=tmp_path, **options
+    )
+    free = tune()
+    report = eqshard.compile_report(
+        eqshard.constrain(free, step),
+        *args,
+        plans=free.args,
+        target="cpu:8",
+        donate=(0,),
+        compiler_options=dict(free.options),
+    )
+    tight = tune(max_bytes=report.bytes_per_device)
+    assert "by the compiler" in tight.notes[-1]
+    with pytest.raises(eqshard.BudgetError, match="fits"):
+        tune(max_bytes=report.bytes_per_device / 20)
+
+
 def test_what_comes_from_the_host():
     """A batch does, and so lies in pieces; what is updated does not, nor a model that is only read."""
     w, x, batch = shape(1024, 1024), shape(4096, 1024), {"x": shape(4096, 1024)}

@@ -1,12 +1,14 @@
 """The compiler decides: candidates are compiled for the target, and the quickest that fits is taken."""
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._errors import ShardingError
+from .._memory import BudgetError
+from .._tree import size_text
 from ..compiler import as_target, compile_reports, CompileReport, Program, Target
 from ._candidates import candidates, Said
 from ._constrain import constrain
@@ -19,15 +21,24 @@ WHOLE_GATHERS = (("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000"),)
 some steps, and a loss on others."""
 
 
+AGAIN = 3
+"""How often plans that take more than they may, by the compiler's count, are made again with less room."""
+
+
 @dataclass(frozen=True)
 class _Tried:
     name: str
     plan: StepPlan
     report: CompileReport
+    limit: float | None
+
+    @property
+    def fits(self) -> bool:
+        return self.report.fits and (self.limit is None or self.report.bytes_per_device <= self.limit)
 
     @property
     def seconds(self) -> float:
-        return self.report.step_seconds if self.report.fits else math.inf
+        return self.report.step_seconds if self.fits else math.inf
 
 
 def tuned(
@@ -40,31 +51,27 @@ def tuned(
     cache: str | os.PathLike[str] | None,
     say: Callable[[str], None],
 ) -> StepPlan:
-    """The best of the first `most` candidates by the compiler."""
-    where = None if target is None else as_target(target)
-    kept = sorted({study.traced.ins[i].arg for i in study.traced.kept.values()})
+    """The best of the first `most` candidates by the compiler; made again with less room if none fits by its count."""
     tried: list[_Tried] = []
-    for name, plan in _distinct(study, said, where):
-        if len(tried) == most:
+    room = study.limit
+    for _ in range(AGAIN):
+        found = list(_compiled(replace(study, limit=room), study.limit, said, fn, args, most, target, cache, say))
+        tried += found
+        if any(t.fits for t in found) or study.limit is None or room is None:
             break
-        say(f"compiling candidate {len(tried) + 1} of at most {most}: {name}")
-        program = Program(constrain(plan, fn), args, plan.args, tuple(kept), dict(plan.options))
-        report = compile_reports([program], target=where, cache=cache)[0]
-        tried.append(_Tried(name, plan, report))
-        say(f"  {_verdict(tried[-1])}")
+        least = min(t.report.bytes_per_device for t in found)
+        room *= 0.95 * study.limit / max(least, study.limit)
+        say(f"  none fits: planned again for {size_text(room)}, as the compiler takes more than was predicted")
     best = min(tried, key=lambda t: (t.seconds, t.report.bytes_per_device))
-    if not best.report.fits:
-        raise ShardingError(
+    if not best.fits:
+        raise BudgetError(
             f"none of {len(tried)} candidates fits by the compiler: "
             + "; ".join(f"{t.name}: {_verdict(t)}" for t in tried)
-            + ". Try `max_bytes` below what the chip has, or a larger mesh."
+            + ".\n  Ways out: a larger mesh, remat, a smaller batch, or optimizer state on the host."
         )
     others = tuple(
         Alternative(
-            t.name,
-            t.seconds if t.report.fits else None,
-            float(t.report.bytes_per_device),
-            f"by the compiler, {_verdict(t)}",
+            t.name, t.seconds if t.fits else None, float(t.report.bytes_per_device), f"by the compiler, {_verdict(t)}"
         )
         for t in sorted(tried, key=lambda t: t.seconds)
         if t is not best
@@ -74,6 +81,28 @@ def tuned(
         f"{best.report.bytes_per_device / 1e9:.3g} GB a device"
     )
     return replace(best.plan, notes=(*best.plan.notes, note), alternatives=others)
+
+
+def _compiled(
+    study: Study,
+    limit: float | None,
+    said: Said,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    most: int,
+    target: str | Target | None,
+    cache: str | os.PathLike[str] | None,
+    say: Callable[[str], None],
+) -> Iterator[_Tried]:
+    where = None if target is None else as_target(target)
+    kept = sorted({study.traced.ins[i].arg for i in study.traced.kept.values()})
+    for n, (name, plan) in enumerate(itertools.islice(_distinct(study, said, where), most), 1):
+        say(f"compiling candidate {n} of at most {most}: {name}")
+        program = Program(constrain(plan, fn), args, plan.args, tuple(kept), dict(plan.options))
+        report = compile_reports([program], target=where, cache=cache)[0]
+        one = _Tried(name, plan, report, limit)
+        say(f"  {_verdict(one)}")
+        yield one
 
 
 def _distinct(study: Study, said: Said, where: Target | None) -> Iterator[tuple[str, StepPlan]]:
@@ -91,4 +120,4 @@ def _distinct(study: Study, said: Said, where: Target | None) -> Iterator[tuple[
 def _verdict(tried: _Tried) -> str:
     report = tried.report
     size = f"{report.bytes_per_device / 1e9:.3g} GB a device"
-    return f"{1e3 * tried.seconds:.3g} ms, {size}" if report.fits else f"does not fit: {size}"
+    return f"{1e3 * tried.seconds:.3g} ms, {size}" if tried.fits else f"does not fit: {size}"
