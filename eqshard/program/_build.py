@@ -71,6 +71,8 @@ class _Builder:
         """Results that take the memory of arguments."""
         self.shared: Env = {}
         """Variables that several products read: they share one copy."""
+        self.at_loops: dict[Place, list[tuple[int, int]]] = {}
+        """Arguments that loops go through, and the copies that these have."""
 
     def new(self, env: Env, var: Any, times: float) -> int | None:
         shape = getattr(var.aval, "shape", ())
@@ -82,7 +84,9 @@ class _Builder:
     def walk(self, jaxpr: Any, env: Env, times: float, path: Place) -> list[Alive]:
         """Reads a jaxpr's equations; returns the worst moments of its memory."""
         outer, self.shared = self.shared, _read_often(jaxpr)
-        inside = [self.equation(eqn, env, times, (*path, i)) for i, eqn in enumerate(jaxpr.eqns)]
+        inside = [
+            self.with_copies(self.equation(e, env, times, (*path, i)), (*path, i)) for i, e in enumerate(jaxpr.eqns)
+        ]
         copies = {v: copy for v, copy in self.shared.items() if copy is not None and self.early.get(v, False)}
         self.shared = outer
         return worst_moments(self.graph, jaxpr, env, inside, self.late, self.in_place if not path else (), copies)
@@ -110,6 +114,12 @@ class _Builder:
             OPERATIONS.get(name, opaque)(self.graph, at)
         return []
 
+    def with_copies(self, moments: list[Alive], path: Place) -> list[Alive]:
+        """A loop's copy of an argument takes its memory beside the argument's, unless it is the argument itself."""
+        pairs = self.at_loops.get(path, ())
+        extra = {v: n for source, copy in pairs for v, n in ((copy, 1.0), (source, -1.0))}
+        return [moment | extra for moment in moments or [{}]] if extra else moments
+
     def uneven(self, v: int) -> bool:
         """Whether some mesh axis does not divide some dimension: XLA would fill it up, and is not always right then."""
         return any(d > 1 and d % n for d in self.graph.shape(v) for n in self.sizes)
@@ -126,7 +136,10 @@ class _Builder:
             known = self.shared.get(var) if product else None
             if known is None:
                 known = self.graph.copy(v, times)
-                self.graph.move(v, known, None, times, path, slot)
+                loop = eqn.primitive.name in ("scan", "while")
+                self.graph.move(v, known, None, times, path, slot, waited=loop)
+                if loop:
+                    self.at_loops.setdefault(path, []).append((v, known))
                 if product and var in self.shared:
                     self.shared[var] = known
             else:

@@ -65,7 +65,7 @@ def _move_colors(graph: Graph, color: dict[int, int], names: dict[int, dict[int,
     for m in graph.moves:
         a, b = graph.cluster(m.source), graph.cluster(m.target)
         local = _local(graph, m.source, names[a]), _local(graph, m.target, names[b])
-        waited = graph.values[m.source].waited, graph.values[m.target].waited
+        waited = graph.values[m.source].waited, graph.values[m.target].waited, m.waited
         found.append(hash((m.times, m.pairs, color[a], color[b], local, waited)))
     return found
 

@@ -93,6 +93,8 @@ class Move:
     path: Place
     slot: int
     """Which operand of the reader it is; -1 if it stands for no operand."""
+    waited: bool = False
+    """Whether others wait for it whatever it moves, as a loop does for all that it goes through."""
 
 
 @dataclass(slots=True)
@@ -238,10 +240,12 @@ class Graph:
         equal = [d for d, (n, m) in enumerate(zip(self.shape(a), self.shape(b))) if n == m and d not in skip]
         return self.tie(a, b, [(d, d) for d in equal])
 
-    def move(self, a: int, b: int, pairs: Pairs | None, times: float, path: Place, slot: int = -1) -> None:
+    def move(
+        self, a: int, b: int, pairs: Pairs | None, times: float, path: Place, slot: int = -1, waited: bool = False
+    ) -> None:
         """Two values that are one array, or share dimensions, but need not, or cannot, lie together."""
         pairs = [(d, d) for d in range(len(self.shape(a)))] if pairs is None else pairs
-        self.moves.append(Move(a, b, tuple(pairs), times, path, slot))
+        self.moves.append(Move(a, b, tuple(pairs), times, path, slot, waited))
 
     def tied(self, a: int | None, b: int | None, pairs: Pairs | None, times: float, path: Place) -> None:
         """Lets two values lie together if they can; `pairs` None: all of their dimensions."""

@@ -70,7 +70,7 @@ def summed_axes(eqn: Any, specs: Sequence[PartitionSpec]) -> tuple[str, ...]:
         not any(_axes(table, d) for d in row_dims(eqn))  # else a row may belong to another device
         and not _axes(index, len(rows))
         and all(_axes(update, d) == _axes(index, i) for i, d in enumerate(rows))
-        and all(_axes(table, d) == _axes(index, i) for d, i in zip(numbers.operand_batching_dims, batched))
+        and all(_axes(table, int(d)) == _axes(index, i) for d, i in zip(numbers.operand_batching_dims, batched))
         and all(_axes(table, d) == _axes(update, w) for d, (w, _) in there.items())
         and all(size == shape[d] for d, (_, size) in there.items() if _axes(table, d))
     )

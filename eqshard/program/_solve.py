@@ -202,7 +202,8 @@ def link_tables(p: Problem, number: int) -> list[tuple[int, np.ndarray, list[int
 
 def unwaited_move(graph: Graph, move: Move) -> bool:
     """Whether nobody waits for a move. What is brought where a result lies comes last: there is nothing beside it."""
-    return bool(move.path) and not (graph.values[move.source].waited and graph.values[move.target].waited)
+    needed = graph.values[move.source].waited and graph.values[move.target].waited
+    return bool(move.path) and not (needed or move.waited)
 
 
 def move_table(p: Problem, move: Move) -> tuple[np.ndarray, list[int], list[int]]:

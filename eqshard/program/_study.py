@@ -154,7 +154,7 @@ def _memory_rows(p: Problem, ins: list[int | None]) -> list[Bytes]:
     args = {v for v in ins if v is not None}
     rows = []
     for live in p.graph.live[:2] or [{}]:
-        here = _bytes_of(p, {v: n for v, n in live.items() if v not in args})
+        here = _bytes_of(p, {v: n for v, n in live.items() if v not in args or n < 0})
         rows.append({c: rest.get(c, 0.0) + here.get(c, 0.0) for c in rest.keys() | here.keys()})
     return rows
 

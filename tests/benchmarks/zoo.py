@@ -4,7 +4,14 @@
 
 Prints for each the estimated time of a step, the bytes a chip sends and holds, and how long compiling took. What the
 compiler said is kept in the folder, by the program it was asked about, so that only what changed is compiled again;
-estimates are made anew each time.
+estimates are made anew each time. A layout with a `+` behind its name, as `fsdp+`, takes from it only how the arguments
+lie: the rest is planned, and written in.
+
+    python tests/benchmarks/zoo.py --cases mlp --order --layouts dp,zero1,fsdp,megatron,tp_fsdp,planned,dp+,fsdp+
+    python tests/benchmarks/zoo.py --cases mlp --budgets 1,0.5,0.25
+
+The first also prints how the order of predicted times agrees with that of compiled ones, the second plans for parts of
+the memory that replication takes.
 """
 
 import argparse
@@ -12,8 +19,9 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -52,13 +60,26 @@ class Row:
         return self.report.step_seconds * 1e3 if self.report is not None and self.report.fits else math.inf
 
 
-def planned(case: zoo.Case, mesh: eqshard.MeshSpec) -> zoo.Layout:
+def planned(case: zoo.Case, mesh: eqshard.MeshSpec, name: str = "planned", **options: Any) -> zoo.Layout:
     """The layout that `step_plan` finds, in the step that `constrain` makes of the plain one."""
-    from eqshard import constrain, step_plan
+    plan = eqshard.step_plan(case.step, *case.args, mesh=mesh, **options)
+    step = eqshard.constrain(plan, case.step)
+    return zoo.Layout(name, tuple(plan.args), step, dict(plan.options), plan.seconds, plan.bytes_per_device)
 
-    plan = step_plan(case.step, *case.args, mesh=mesh)
-    step = constrain(plan, case.step)
-    return zoo.Layout("planned", tuple(plan.args), step, dict(plan.options), plan.seconds, plan.bytes_per_device)
+
+def found(
+    case: zoo.Case, mesh: eqshard.MeshSpec, name: str, layouts: Mapping[str, zoo.Layout], priced: bool
+) -> zoo.Layout:
+    """A layout by its name; with what is predicted of it, of one by hand only if it is asked for."""
+    if name == "planned":
+        return planned(case, mesh)
+    if name.endswith("+"):
+        return planned(case, mesh, name, fixed=layouts[name[:-1]].plans, max_bytes=1e15)
+    if not priced:
+        return layouts[name]
+    as_it_is = layouts[name]
+    plan = eqshard.step_plan(as_it_is.step, *case.args, mesh=mesh, fixed=as_it_is.plans, max_bytes=1e15)
+    return replace(as_it_is, seconds=plan.seconds, nbytes=plan.bytes_per_device)
 
 
 def measure(case: zoo.Case, layout: zoo.Layout, target: Target, cache: pathlib.Path | None) -> CompileReport:
@@ -83,16 +104,21 @@ def mesh_of(target: Target, axes: str | None) -> eqshard.MeshSpec:
 
 
 def rows_of(
-    case: zoo.Case, wanted: list[str], target: Target, mesh: eqshard.MeshSpec, cache: pathlib.Path | None
+    case: zoo.Case,
+    wanted: list[str],
+    target: Target,
+    mesh: eqshard.MeshSpec,
+    cache: pathlib.Path | None,
+    priced: bool = False,
 ) -> Iterator[Row]:
     """A row for each wanted layout that the case has; all of them if none is named."""
     layouts = case.layouts(mesh)
     for name in wanted or [*layouts, "planned"]:
-        if name not in layouts and name != "planned":
+        if name.removesuffix("+") not in layouts and name != "planned":
             continue
         began = time.perf_counter()
         try:
-            layout = planned(case, mesh) if name == "planned" else layouts[name]
+            layout = found(case, mesh, name, layouts, priced)
             planning = time.perf_counter() - began if name == "planned" else 0.0
             predicted = layout.seconds, layout.nbytes
             yield Row(case.name, name, measure(case, layout, target, cache), planning, predicted)
@@ -115,6 +141,37 @@ def line(row: Row, best: float | None) -> str:
     return f"{start} {step} | {ratio} | {wire} | {r.bytes_per_device / 1e9:.2f} | {took} | {guess} |"
 
 
+def agreement(rows: Sequence[Row]) -> tuple[float, int]:
+    """The rank correlation of predicted and compiled times, and over how many layouts: those that fit."""
+    from scipy.stats import spearmanr  # which JAX itself requires
+
+    known = [(r.predicted[0], r.milliseconds) for r in rows if r.predicted[0] and math.isfinite(r.milliseconds)]
+    return (float(spearmanr(*zip(*known))[0]) if len(known) > 2 else math.nan), len(known)
+
+
+def budgets(
+    case: zoo.Case, parts: Sequence[float], target: Target, mesh: eqshard.MeshSpec, cache: pathlib.Path | None
+) -> Iterator[str]:
+    """For parts of what replication takes by the compiler's count: what a plan for it takes, or that there is none."""
+    whole = measure(case, case.layouts(mesh)["dp"], target, cache).bytes_per_device
+    yield f"| {case.name} | replicated |  |  | {whole / 1e9:.2f} |"
+    for part in parts:
+        room = part * whole
+        options = {"max_bytes": room, "tune": 1, "target": target, "cache": cache}
+        start = f"| {case.name} | {part:g} | {room / 1e9:.2f} |"
+        try:
+            layout = planned(case, mesh, f"planned-{part:g}", **options)
+        except eqshard.BudgetError as error:
+            least = planned(case, mesh, "least", objective="memory", max_bytes=1e15)
+            report = measure(case, least, target, cache)
+            reached = f"{report.bytes_per_device / 1e9:.2f} by the plan that takes least"
+            yield f"{start} {str(error).splitlines()[0][:60]} | {reached} |"
+            continue
+        report = measure(case, layout, target, cache)
+        verdict = "fits" if report.bytes_per_device <= room else "**does not fit**"
+        yield f"{start} {layout.nbytes / 1e9:.2f} | {report.bytes_per_device / 1e9:.2f}, {verdict} |"
+
+
 def main() -> None:
     """Reads the command line, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -123,6 +180,8 @@ def main() -> None:
     parser.add_argument("--size", default="bench")
     parser.add_argument("--target", default="v5e:4x4")
     parser.add_argument("--mesh", default=None, help="the mesh, as data=4,tp=4; default: by the target's topology")
+    parser.add_argument("--order", action="store_true", help="say how the orders of predicted and compiled times agree")
+    parser.add_argument("--budgets", default="", help="parts of the memory of replication to plan for, as 1,0.5,0.25")
     parser.add_argument("--cache", type=pathlib.Path, default=None, help="a folder for what the compiler said")
     given = parser.parse_args()
     target = as_target(given.target)
@@ -132,17 +191,26 @@ def main() -> None:
     if given.cache is not None:
         given.cache.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in given.layouts.split(",") if name]
+    if given.budgets:
+        print("| case | part | GB | predicted | compiled |\n|---|---|---|---|---|")
+        for name in given.cases.split(","):
+            parts = [float(part) for part in given.budgets.split(",")]
+            for text in budgets(zoo.case(name, given.size), parts, target, mesh, given.cache):
+                print(text, flush=True)
+        return
     print(
         "| case | layout | est. step, ms | of the best by hand | wire, MB a chip | GB a chip | compile, s | predicted |"
     )
     print("|---|---|---|---|---|---|---|---|")
     ratios = []
     for name in given.cases.split(","):
-        rows = list(rows_of(zoo.case(name, given.size), wanted, target, mesh, given.cache))
+        rows = list(rows_of(zoo.case(name, given.size), wanted, target, mesh, given.cache, given.order))
         best = min((r.milliseconds for r in rows if r.layout in HAND_WRITTEN), default=math.inf)
         ratios += [r.milliseconds / best for r in rows if r.layout == "planned" and math.isfinite(best)]
         for row in rows:
             print(line(row, best if math.isfinite(best) else None), flush=True)
+        if given.order:
+            print("| {} | order | {:.3f} over {} layouts |  |  |  |  |  |".format(name, *agreement(rows)), flush=True)
     known = [r for r in ratios if math.isfinite(r)]
     if known:
         mean = math.exp(sum(map(math.log, known)) / len(known))
