@@ -185,6 +185,9 @@ def found_in(module: Module, computation: Computation) -> list[Found]:
                     chained[key].done = at.name
                     chained[key].appearances += 1
                     continue
+                begins = module.begun.get(key[1])
+                if begins is not None and inner.name not in begins:  # it began outside of this loop
+                    continue
                 kind = "reduce-scatter" if _scatters(instruction, inner, at) else instruction.kind
                 chained[key] = found = Found(instruction, inner, kind, "fused", at.name, at.name)
                 out.append(found)

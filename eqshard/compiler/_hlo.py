@@ -121,6 +121,25 @@ class Module:
                     found.setdefault(name, []).append((computation, instruction))
         return found
 
+    @cached_property
+    def begun(self) -> dict[str, frozenset[str]]:
+        """For each channel of an asynchronous collective, the fused computations in which it begins.
+
+        A TPU carries such a collective through the fusions that run beside it, also through those of loops, and writes
+        it in each of them.
+        """
+        found: dict[str, frozenset[str]] = {}
+        for computation in self.computations.values():
+            for instruction in computation.instructions:
+                if instruction.opcode == "custom-call" and "AsyncCollectiveStart" in instruction.attributes:
+                    for name in instruction.operands:
+                        channel = (
+                            computation.by_name[name].attribute("channel_id") if name in computation.by_name else None
+                        )
+                        if channel is not None:
+                            found[channel] = found.get(channel, frozenset()) | {computation.name}
+        return found
+
     def source(self, instruction: Instruction) -> str:
         """`file.py:12` of the user's line that this instruction comes from, if the text says."""
         direct = _SOURCE.search(instruction.metadata)

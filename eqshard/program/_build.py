@@ -9,10 +9,10 @@ from jax.extend.core import Literal
 
 from ._flow import flow
 from ._graph import Equation, Graph, Place
-from ._live import Alive, worst_moments
+from ._live import Alive, for_loops, worst_moments
 from ._ops import CONSTRAINTS, given, given_specs, opaque, OPERATIONS, OpRules, PRODUCTS, told
 from ._together import one_by_one, PINNED, TOGETHER
-from ._trace import CALLS, inner_jaxpr, scan_parts, Traced
+from ._trace import CALLS, inner_jaxpr, LOOPS, scan_parts, Traced
 
 
 Env = dict[Any, int | None]
@@ -71,6 +71,8 @@ class _Builder:
         """Results that take the memory of arguments."""
         self.shared: Env = {}
         """Variables that several products read: they share one copy."""
+        self.for_loops: set[Any] = set()
+        """Variables that loops wait for."""
         self.at_loops: dict[Place, list[tuple[int, int]]] = {}
         """Arguments that loops go through, and the copies that these have."""
 
@@ -84,6 +86,7 @@ class _Builder:
     def walk(self, jaxpr: Any, env: Env, times: float, path: Place) -> list[Alive]:
         """Reads a jaxpr's equations; returns the worst moments of its memory."""
         outer, self.shared = self.shared, _read_often(jaxpr)
+        self.for_loops |= for_loops(jaxpr)
         inside = [
             self.with_copies(self.equation(e, env, times, (*path, i)), (*path, i)) for i, e in enumerate(jaxpr.eqns)
         ]
@@ -136,8 +139,9 @@ class _Builder:
             known = self.shared.get(var) if product else None
             if known is None:
                 known = self.graph.copy(v, times)
-                loop = eqn.primitive.name in ("scan", "while")
-                self.graph.move(v, known, None, times, path, slot, waited=loop)
+                loop = eqn.primitive.name in LOOPS
+                for_loop = loop or (bool(eqn.outvars) and all(out in self.for_loops for out in eqn.outvars))
+                self.graph.move(v, known, None, times, path, slot, waited=for_loop)
                 if loop:
                     self.at_loops.setdefault(path, []).append((v, known))
                 if product and var in self.shared:

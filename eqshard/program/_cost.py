@@ -16,6 +16,8 @@ Transfer = tuple[str, tuple[int, ...], float, float]
 
 HOP = 1e-6
 """Seconds that a collective takes for each neighbour it passes."""
+LAUNCH = 5e-6
+"""Seconds that a collective takes however little it moves: what a turn of a loop of small kernels takes on a TPU."""
 FUSED = 0.4
 """How much of the bytes that elementwise work makes go through memory; the rest is fused away."""
 MATMUL = 0.75
@@ -32,8 +34,8 @@ ROW = 5e-6
 whose turns take 4.9 to 8.7 us on a v5e however wide they are."""
 
 
-LANES = 128
-"""How wide a TPU's unit for products is."""
+CLOSE_BY = 128e6
+"""Bytes of an operand that a TPU keeps beside its unit for products, and need not read again."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +61,13 @@ class Machine:
         """Seconds of a row of a scatter beyond those of its bytes."""
         return ROW if self.chip.clock else 0.0
 
-    def thinness(self, shape: tuple[int, ...], partial: tuple[bool, ...], want: State) -> float:
-        """How many times longer a product takes whose sum comes in pieces: XLA makes it piece by piece, and a TPU
-        takes as long for a thin piece as for a full one."""
-        dims = {w for w, summed in zip(want, partial) if summed and w >= 0}
-        if not self.chip.clock or len(dims) != 1:
-            return 1.0
-        (d,) = dims
-        piece = shape[d] / math.prod(n for n, w in zip(self.sizes, want) if w == d)
-        return max(1.0, min(LANES, shape[d]) / piece)
-
     def factor(self, state: State) -> int:
         """Into how many pieces a state cuts a value."""
         return math.prod(n for n, d in zip(self.sizes, state) if d >= 0)
 
     def start(self, axes: tuple[int, ...]) -> float:
         """Seconds until the first byte of a collective has gone round."""
-        return sum(self.sizes[a] - 1 for a in axes) * HOP
+        return LAUNCH + sum(self.sizes[a] - 1 for a in axes) * HOP
 
     def gather(self, axes: tuple[int, ...], gathered: float) -> float:
         """An all-gather, or a reduce-scatter, of so many bytes in all along axes; it uses the links of all of them."""
@@ -117,7 +109,7 @@ class Machine:
             for a in scattered:
                 state[a] = want[a]
         if rest:
-            yield "all-reduce", rest, local, 2 * self.gather(rest, local)
+            yield "all-reduce", rest, local, 2 * self.gather(rest, local) - LAUNCH
         yield from self.moves(nbytes, tuple(state), want)
 
     def move(self, nbytes: float, have: State, want: State, unwaited: bool = False) -> float:

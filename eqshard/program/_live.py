@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 from ._graph import Graph
 from ._ops import CONSTRAINTS, PRODUCTS
 from ._together import ELEMENTWISE, SPREAD
-from ._trace import CALLS, inner_jaxpr
+from ._trace import CALLS, inner_jaxpr, LOOPS
 
 
 # What XLA fuses into its readers, or does without a copy.
@@ -79,6 +79,7 @@ def _held(
 ) -> tuple[list[list[int]], dict[int, int]]:
     """For each place the values that begin to take memory there, and for each such value where it ends."""
     readers = _readers(jaxpr)
+    looped = {v for eqn in jaxpr.eqns if eqn.primitive.name in LOOPS for v in eqn.invars if not isinstance(v, Literal)}
     of: dict[Any, frozenset[int]] = {}
     """For each variable the values in memory that it is made of."""
     made: list[list[int]] = []
@@ -92,7 +93,7 @@ def _held(
             value = env.get(v)
             if value is None or v not in readers or (v in in_place and eqn.primitive.name != "scan"):
                 of[v] = frozenset()
-            elif _fused(eqn) and (readers[v] == 1 or _large(graph, from_, value) < 2):
+            elif fused(eqn) and v not in looped and (readers[v] == 1 or _large(graph, from_, value) < 2):
                 of[v] = from_
             else:
                 of[v] = frozenset((value,))
@@ -113,9 +114,10 @@ def _large(graph: Graph, values: Iterable[int], value: int) -> int:
     return sum(SPREAD * graph.values[v].nbytes > graph.values[value].nbytes for v in values)
 
 
-def _fused(eqn: Any) -> bool:
+def fused(eqn: Any) -> bool:
+    """Whether XLA makes what an equation makes where it is read."""
     if eqn.primitive.name in CALLS and (inner := inner_jaxpr(eqn)) is not None:
-        return all(_fused(e) for e in inner[0].eqns)
+        return all(fused(e) for e in inner[0].eqns)
     return eqn.primitive.name in _FUSED_AWAY
 
 
@@ -144,6 +146,15 @@ def _narrowed(jaxpr: Any, env: dict[Any, int | None]) -> Alive:
 
 def _width(var: Any) -> float:
     return float(getattr(getattr(var.aval, "dtype", None), "itemsize", 4))
+
+
+def for_loops(jaxpr: Any) -> set[Any]:
+    """Variables that loops go through, and those that are only made into such: a loop waits for all of them at once."""
+    found: set[Any] = set()
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name in LOOPS or (fused(eqn) and eqn.outvars and all(v in found for v in eqn.outvars)):
+            found.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return found
 
 
 def _order(jaxpr: Any, late: dict[Any, bool]) -> list[int]:

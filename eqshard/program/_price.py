@@ -7,7 +7,7 @@ import numpy as np
 
 from ._cost import State, Transfer
 from ._graph import Move, Op, Place
-from ._solve import Choice, partial, Problem, project, require, thin_seconds, unwaited_move, work
+from ._solve import Choice, partial, Problem, project, require, reread_seconds, unwaited_move, work
 
 
 IN_FLIGHT = 3
@@ -83,11 +83,11 @@ def busy_seconds(p: Problem, own: dict[int, np.ndarray], choice: Choice) -> floa
 
 
 def _busy(p: Problem, choice: Choice, op: Op, way: tuple[int, ...]) -> float:
-    thin = (
-        thin_seconds(op, v, require(way, letters), partial(way, op), state_of(p, choice, v), p.graph, p.machine)
+    again = (
+        reread_seconds(op, letters, require(way, letters), partial(way, op), state_of(p, choice, v), p.graph, p.machine)
         for v, letters in op.outs
     )
-    return work(op, way, p.graph, p.machine) + sum(thin, 0.0)
+    return work(op, way, p.graph, p.machine) + sum(again, 0.0)
 
 
 def in_flight(p: Problem, choice: Choice) -> float:

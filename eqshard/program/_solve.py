@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ._cost import Machine, State
+from ._cost import CLOSE_BY, Machine, State
 from ._fold import Fold
 from ._graph import Graph, Letters, Move, Op
 
@@ -95,15 +95,25 @@ def work(op: Op, way: tuple[int, ...], graph: Graph, machine: Machine) -> float:
     return machine.compute(op.flops / pieces, nbytes) + rows * machine.row_seconds
 
 
-def thin_seconds(
-    op: Op, v: int, made: State, summed: tuple[bool, ...], want: State, graph: Graph, machine: Machine
+def reread_seconds(
+    op: Op, letters: Letters, made: State, summed: tuple[bool, ...], want: State, graph: Graph, machine: Machine
 ) -> float:
-    """Seconds that a product loses where its sum is scattered in thin pieces."""
-    if not op.flops or op.axes is not None:
+    """Seconds that a product loses where its sum comes in pieces: XLA makes it piece by piece, on a TPU.
+
+    For each piece it reads all of the operand that has not the dimension along which the pieces are.
+    """
+    along = {w for w, s in zip(want, summed) if s and w >= 0}
+    if not machine.chip.clock or not op.flops or op.axes is not None or len(along) != 1:
         return 0.0
-    longer = machine.thinness(graph.shape(v), summed, want) - 1
-    pieces = machine.factor(made) * math.prod(n for n, s in zip(machine.sizes, summed) if s)
-    return longer * machine.compute(op.flops / pieces, 0.0)
+    letter = letters[along.pop()]
+    times = math.prod(n for n, s, w in zip(machine.sizes, summed, want) if s and w >= 0)
+    total = 0.0
+    for v, has in op.operands:
+        cut = (s or (d >= 0 and letters[d] in has) for s, d in zip(summed, made))
+        nbytes = graph.values[v].nbytes / math.prod(n for n, c in zip(machine.sizes, cut) if c)
+        if letter not in has and nbytes > CLOSE_BY:
+            total += (times - 1) * nbytes / machine.chip.hbm_bandwidth
+    return total
 
 
 def problem(graph: Graph, machine: Machine, args: list[int | None], fixed: dict[int, Layout]) -> Problem:
@@ -191,7 +201,7 @@ def link_tables(p: Problem, number: int) -> list[tuple[int, np.ndarray, list[int
                 for j, (w, summed) in enumerate(wants):
                     table[i, j] = (
                         machine.settle(nbytes, w, summed, s, unwaited)
-                        + thin_seconds(op, v, w, summed, s, graph, machine)
+                        + reread_seconds(op, letters, w, summed, s, graph, machine)
                         if out
                         else machine.move(nbytes, s, w, unwaited)
                     )

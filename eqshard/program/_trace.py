@@ -114,6 +114,7 @@ CALLS = frozenset(
     custom_lin xla_call eval_jaxpr""".split()
 )
 """Primitives that only call a jaxpr."""
+LOOPS = frozenset(("scan", "while"))
 
 
 def scan_parts(params: Any) -> tuple[int, int]:
