@@ -126,3 +126,53 @@ def test_two_computations_of_one_name():
     )
     [c] = eqshard.collectives(text, mesh=eqshard.MeshSpec(x=2))
     assert (c.kind, c.axes, c.form, c.bytes) == ("all-reduce", ("x",), "fused", 16)
+
+
+CARRIED = """HloModule m, is_scheduled=true, num_partitions=4
+
+%begin (p: f32[4]) -> (f32[4], f32[16]) {
+  %p = f32[4] parameter(0)
+  %g = f32[16] all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %s = (f32[4], f32[16]) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (p: f32[4]) -> f32[16] {
+  %p.1 = f32[4] parameter(0)
+  ROOT %g.1 = f32[16] all-gather(%p.1), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %t = (s32[], f32[4]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = f32[4] get-tuple-element(%t), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %carried = f32[16] fusion(%x), kind=kLoop, calls=%beside
+  ROOT %r = (s32[], f32[4]) tuple(%next, %x)
+}
+
+%cond (t.1: (s32[], f32[4])) -> pred[] {
+  %t.1 = (s32[], f32[4]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%t.1), index=0
+  %n = s32[] constant(24)
+  ROOT %less = pred[] compare(%i.1, %n), direction=LT
+}
+
+ENTRY %e (q: f32[4]) -> (s32[], f32[4]) {
+  %q = f32[4] parameter(0)
+  %zero = s32[] constant(0)
+  %begun = (f32[4], f32[16]) fusion(%q), kind=kCustom, calls=%begin
+  %init = (s32[], f32[4]) tuple(%zero, %q)
+  %loop = (s32[], f32[4]) while(%init), condition=%cond, body=%body
+  %ended = f32[16] fusion(%q), kind=kCustom, calls=%beside
+  ROOT %out = (s32[], f32[4]) tuple(%zero, %q)
+}
+"""
+
+
+def test_a_collective_that_loops_carry_along_runs_once():
+    """One gather, from before a loop to after it: the loop's own fusions hold a copy of it, and run 24 times."""
+    [c] = eqshard.collectives(CARRIED, mesh=eqshard.MeshSpec(x=4))
+    assert (c.kind, c.trips, c.overlapped, c.form, c.appearances) == ("all-gather", 1, True, "fused", 2)
+    within = CARRIED.replace("calls=%beside\n  ROOT %r", "calls=%begin\n  ROOT %r")  # begun anew in each turn
+    assert sorted(c.trips for c in eqshard.collectives(within, mesh=eqshard.MeshSpec(x=4))) == [1, 24]
