@@ -8,7 +8,7 @@ import eqshard
 
 
 # Slow at arithmetic, quick at talking: everything is worth cutting.
-EAGER = eqshard.Chip("eager", flops=1e9, hbm_bytes=1e12, hbm_bandwidth=1e9, link_bandwidth=1e13)
+EAGER = eqshard.Chip("eager", flops=1e7, hbm_bytes=1e12, hbm_bandwidth=1e7, link_bandwidth=1e13)
 
 
 def shape(*dims, dtype="float32"):

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from .._errors import ShardingError
 from ._cost import CLOSE_BY, Machine, State
 from ._fold import Fold
 from ._graph import Graph, Letters, Move, Op
@@ -318,6 +319,8 @@ def _row(coefficients: dict[int, np.ndarray], start: dict[int, int], fold: Fold,
 
 CLOSE = 5e-3
 """How near the best a choice must be to be taken without a longer search."""
+PATIENCE = 4
+"""How many times longer the linear program may take: without its solution there is no choice at all."""
 ROUNDS = 12
 """How often the linear program is solved again with more of it settled."""
 
@@ -348,7 +351,7 @@ def _run(
             b_ub=None if most is None else np.ones(len(rows)),
             bounds=np.stack([np.zeros(n), upper], axis=1),
             method="highs-ds",  # the dual simplex ends in a corner, which is most often integral, and is the quickest
-            options={"time_limit": seconds},
+            options={"time_limit": PATIENCE * seconds},
         )
         if result.status == 2 and round_ == 0:
             return None
@@ -369,6 +372,11 @@ def _run(
         other: Any = milp(objective, integrality=whole, constraints=constraints, bounds=Bounds(0, 1), options=options)
         if other.x is not None and (best is None or other.fun < best.fun):
             best, gap = other, float(other.mip_gap or 0.0)
+        if gap > 0.5 or (best is None and other.status == 1):
+            raise ShardingError(
+                f"the solver found no good choice in {seconds:g} s, for {n} variables. Give it more `time_limit`, or a "
+                "mesh of fewer axes."
+            )
     return None if best is None else (best.x, float(best.fun * unit), gap)
 
 

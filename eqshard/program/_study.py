@@ -79,7 +79,7 @@ class Study:
             held = held_bytes(p, rows, choice)
             if self.limit is None or room is None or held <= self.limit:
                 return Chosen(replace(p, machine=Machine.of(self.mesh)), own, rows, choice, held)
-            room -= held - self.limit
+            room = min(room, held - in_flight(p, choice)) - (held - self.limit)
         assert self.limit is not None
         raise BudgetError(_infeasible(rows, self.limit))
 
