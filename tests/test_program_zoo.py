@@ -5,12 +5,11 @@ import jax
 import numpy as np
 import pytest
 import zoo
+from program_checks import EAGER
 
 import eqshard
 
 
-# Slow at arithmetic, quick at talking: everything is worth cutting.
-EAGER = eqshard.Chip("eager", flops=1e7, hbm_bytes=1e12, hbm_bandwidth=1e7, link_bandwidth=1e13)
 EVERY_DAY = ("mlp",)
 
 

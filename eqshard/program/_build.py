@@ -79,8 +79,9 @@ class _Builder:
     def new(self, env: Env, var: Any, times: float) -> int | None:
         shape = getattr(var.aval, "shape", ())
         whole = not shape or math.prod(shape) <= 1
-        waited = not (self.early.get(var, False) or self.late.get(var, False))
-        env[var] = None if whole else self.graph.add(tuple(shape), _itemsize(var.aval), times, waited)
+        hides = ("all-gather",) if self.early.get(var, False) else ()
+        hides += ("reduce-scatter",) if self.late.get(var, False) else ()
+        env[var] = None if whole else self.graph.add(tuple(shape), _itemsize(var.aval), times, hides)
         return env[var]
 
     def walk(self, jaxpr: Any, env: Env, times: float, path: Place) -> list[Alive]:

@@ -34,6 +34,8 @@ ROW = 5e-6
 whose turns take 4.9 to 8.7 us on a v5e however wide they are."""
 
 
+LANES = 128
+"""How wide a TPU's unit for products is."""
 CLOSE_BY = 128e6
 """Bytes of an operand that a TPU keeps beside its unit for products, and need not read again."""
 
@@ -112,20 +114,20 @@ class Machine:
             yield "all-reduce", rest, local, 2 * self.gather(rest, local) - LAUNCH
         yield from self.moves(nbytes, tuple(state), want)
 
-    def move(self, nbytes: float, have: State, want: State, unwaited: bool = False) -> float:
+    def move(self, nbytes: float, have: State, want: State, hides: tuple[str, ...] = ()) -> float:
         """Seconds to bring a value from one state to another, without what is hidden if nobody waits for it."""
-        return 0.0 if have == want else sum((self.exposed(t, unwaited) for t in self.moves(nbytes, have, want)), 0.0)
+        return 0.0 if have == want else sum((self.exposed(t, hides) for t in self.moves(nbytes, have, want)), 0.0)
 
     def settle(
-        self, nbytes: float, made: State, partial: tuple[bool, ...], want: State, unwaited: bool = False
+        self, nbytes: float, made: State, partial: tuple[bool, ...], want: State, hides: tuple[str, ...] = ()
     ) -> float:
         """Seconds to sum partial results and bring them where they are wanted."""
-        return sum((self.exposed(t, unwaited) for t in self.sums(nbytes, made, partial, want)), 0.0)
+        return sum((self.exposed(t, hides) for t in self.sums(nbytes, made, partial, want)), 0.0)
 
-    def exposed(self, transfer: Transfer, unwaited: bool) -> float:
+    def exposed(self, transfer: Transfer, hides: tuple[str, ...]) -> float:
         """The seconds of a transfer that others wait for: of many small ones at least what each takes to begin."""
         kind, axes, _, seconds = transfer
-        if not unwaited or kind not in ("all-gather", "reduce-scatter"):
+        if kind not in hides:
             return seconds
         start = self.start(axes)
         return start + (seconds - start) * (1 - self.hidden)

@@ -55,7 +55,7 @@ def _op_colors(graph: Graph, color: dict[int, int], names: dict[int, dict[int, i
     found = []
     for op in graph.ops:
         ends = [(graph.cluster(v), letters, v) for v, letters in op.operands + op.outs]
-        seen = tuple((color[c], letters, _local(graph, v, names[c]), graph.values[v].waited) for c, letters, v in ends)
+        seen = tuple((color[c], letters, _local(graph, v, names[c]), graph.values[v].hides) for c, letters, v in ends)
         found.append(hash((op.kind, op.times, tuple(op.sizes), op.reduced, op.axes, len(op.operands), seen)))
     return found
 
@@ -65,7 +65,7 @@ def _move_colors(graph: Graph, color: dict[int, int], names: dict[int, dict[int,
     for m in graph.moves:
         a, b = graph.cluster(m.source), graph.cluster(m.target)
         local = _local(graph, m.source, names[a]), _local(graph, m.target, names[b])
-        waited = graph.values[m.source].waited, graph.values[m.target].waited, m.waited
+        waited = graph.values[m.source].hides, graph.values[m.target].hides, m.waited
         found.append(hash((m.times, m.pairs, color[a], color[b], local, waited)))
     return found
 

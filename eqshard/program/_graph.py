@@ -30,12 +30,18 @@ class ValueNode:
     dims: list[int]
     times: float
     """How often it is made: the lengths of the scans around it."""
-    waited: bool
-    """Whether others wait for it: not for weights before any data, nor for gradients after the last product."""
+    hides: tuple[str, ...]
+    """Collectives of it that others do not wait for: gathers of weights before any data, and scatters of gradients
+    after the last product."""
 
     @property
     def nbytes(self) -> float:
         return float(math.prod(self.shape) * self.itemsize)
+
+    @property
+    def waited(self) -> bool:
+        """Whether others wait for it at once."""
+        return not self.hides
 
 
 @dataclass(slots=True)
@@ -132,16 +138,16 @@ class Graph:
     def copy(self, v: int, times: float) -> int:
         """A value like another, tied to nothing."""
         node = self.values[v]
-        return self.add(node.shape, node.itemsize, times, node.waited)
+        return self.add(node.shape, node.itemsize, times, node.hides)
 
-    def add(self, shape: tuple[int, ...], itemsize: int, times: float, waited: bool = True) -> int:
+    def add(self, shape: tuple[int, ...], itemsize: int, times: float, hides: tuple[str, ...] = ()) -> int:
         """A new value, tied to nothing."""
         number = len(self.values)
         dims = [self._new_name(n) if n > 1 else -1 for n in shape]
         for a in dims:
             if a >= 0:
                 self._together[a].update(b for b in dims if b >= 0 and b != a)
-        self.values.append(ValueNode(tuple(shape), itemsize, dims, times, waited))
+        self.values.append(ValueNode(tuple(shape), itemsize, dims, times, hides))
         self._cluster.append(number)
         return number
 

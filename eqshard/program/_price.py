@@ -7,7 +7,7 @@ import numpy as np
 
 from ._cost import State, Transfer
 from ._graph import Move, Op, Place
-from ._solve import Choice, partial, Problem, project, require, reread_seconds, unwaited_move, work
+from ._solve import Choice, hidden_of, partial, piecewise_seconds, Problem, project, require, work
 
 
 IN_FLIGHT = 3
@@ -45,26 +45,28 @@ def moved(p: Problem, choice: Choice) -> list[Moved]:
 def _moved(p: Problem, choice: Choice) -> Iterator[Moved]:
     graph, machine = p.graph, p.machine
 
-    def item(v: int, transfer: Transfer, times: float, unwaited: bool, path: Place, made: bool = False) -> Moved:
+    def item(
+        v: int, transfer: Transfer, times: float, hides: tuple[str, ...], path: Place, made: bool = False
+    ) -> Moved:
         kind, axes, nbytes, seconds = transfer
-        waited = times * machine.exposed(transfer, unwaited)
+        waited = times * machine.exposed(transfer, hides)
         return Moved(v, kind, axes, nbytes, times, times * seconds, waited, path, made)
 
     for op, way in zip(graph.ops, choice.ways):
         for v, letters in op.operands:
             if graph.cluster(v) not in p.free:
                 for t in machine.moves(graph.values[v].nbytes, state_of(p, choice, v), require(way, letters)):
-                    yield item(v, t, op.times, not graph.values[v].waited, op.path)
+                    yield item(v, t, op.times, graph.values[v].hides, op.path)
         for v, letters in op.outs:
             if graph.cluster(v) not in p.free:
                 want = state_of(p, choice, v)
                 for t in machine.sums(graph.values[v].nbytes, require(way, letters), partial(way, op), want):
-                    yield item(v, t, op.times, not graph.values[v].waited, op.path, made=True)
+                    yield item(v, t, op.times, graph.values[v].hides, op.path, made=True)
     for m in graph.moves:
         if graph.cluster(m.source) not in p.free:
             have, want = move_states(p, choice, m)
             for t in machine.moves(graph.values[m.source].nbytes, have, want):
-                yield item(m.source, t, m.times, unwaited_move(graph, m), m.path)
+                yield item(m.source, t, m.times, hidden_of(graph, m), m.path)
 
 
 def move_states(p: Problem, choice: Choice, move: Move) -> tuple[State, State]:
@@ -83,11 +85,11 @@ def busy_seconds(p: Problem, own: dict[int, np.ndarray], choice: Choice) -> floa
 
 
 def _busy(p: Problem, choice: Choice, op: Op, way: tuple[int, ...]) -> float:
-    again = (
-        reread_seconds(op, letters, require(way, letters), partial(way, op), state_of(p, choice, v), p.graph, p.machine)
-        for v, letters in op.outs
-    )
-    return work(op, way, p.graph, p.machine) + sum(again, 0.0)
+    again = 0.0
+    for v, letters in op.outs:
+        made, want = require(way, letters), state_of(p, choice, v)
+        again += piecewise_seconds(op, v, letters, made, partial(way, op), want, p.graph, p.machine)
+    return work(op, way, p.graph, p.machine) + again
 
 
 def in_flight(p: Problem, choice: Choice) -> float:

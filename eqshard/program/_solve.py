@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from .._errors import ShardingError
-from ._cost import CLOSE_BY, Machine, State
+from ._cost import CLOSE_BY, LANES, Machine, State
 from ._fold import Fold
 from ._graph import Graph, Letters, Move, Op
 
@@ -96,24 +96,30 @@ def work(op: Op, way: tuple[int, ...], graph: Graph, machine: Machine) -> float:
     return machine.compute(op.flops / pieces, nbytes) + rows * machine.row_seconds
 
 
-def reread_seconds(
-    op: Op, letters: Letters, made: State, summed: tuple[bool, ...], want: State, graph: Graph, machine: Machine
+def piecewise_seconds(
+    op: Op, v: int, letters: Letters, made: State, summed: tuple[bool, ...], want: State, graph: Graph, machine: Machine
 ) -> float:
     """Seconds that a product loses where its sum comes in pieces: XLA makes it piece by piece, on a TPU.
 
-    For each piece it reads all of the operand that has not the dimension along which the pieces are.
+    For each piece it reads all of the operand that has not the dimension along which the pieces are. And a convolution
+    takes as long for a few channels as for all that the unit for products is wide.
     """
     along = {w for w, s in zip(want, summed) if s and w >= 0}
     if not machine.chip.clock or not op.flops or op.axes is not None or len(along) != 1:
         return 0.0
-    letter = letters[along.pop()]
+    dim = along.pop()
     times = math.prod(n for n, s, w in zip(machine.sizes, summed, want) if s and w >= 0)
     total = 0.0
-    for v, has in op.operands:
+    for operand, has in op.operands:
         cut = (s or (d >= 0 and letters[d] in has) for s, d in zip(summed, made))
-        nbytes = graph.values[v].nbytes / math.prod(n for n, c in zip(machine.sizes, cut) if c)
-        if letter not in has and nbytes > CLOSE_BY:
+        nbytes = graph.values[operand].nbytes / math.prod(n for n, c in zip(machine.sizes, cut) if c)
+        if letters[dim] not in has and nbytes > CLOSE_BY:
             total += (times - 1) * nbytes / machine.chip.hbm_bandwidth
+    if op.kind == "conv":
+        size = graph.shape(v)[dim]
+        longer = max(1.0, min(LANES, size) * times / size)
+        pieces = machine.factor(made) * math.prod(n for n, s in zip(machine.sizes, summed) if s)
+        total += (longer - 1) * machine.compute(op.flops / pieces, 0.0)
     return total
 
 
@@ -196,25 +202,26 @@ def link_tables(p: Problem, number: int) -> list[tuple[int, np.ndarray, list[int
         here = [(require(w, letters), partial(w, op) if out else ()) for w in p.ways[number]]
         states, wants = list(dict.fromkeys(there)), list(dict.fromkeys(here))
         table = np.zeros((len(states), len(wants)))
-        unwaited = not graph.values[v].waited
+        hides = graph.values[v].hides
         if c not in p.free:
             for i, s in enumerate(states):
                 for j, (w, summed) in enumerate(wants):
                     table[i, j] = (
-                        machine.settle(nbytes, w, summed, s, unwaited)
-                        + reread_seconds(op, letters, w, summed, s, graph, machine)
+                        machine.settle(nbytes, w, summed, s, hides)
+                        + piecewise_seconds(op, v, letters, w, summed, s, graph, machine)
                         if out
-                        else machine.move(nbytes, s, w, unwaited)
+                        else machine.move(nbytes, s, w, hides)
                     )
         index_s, index_w = {s: i for i, s in enumerate(states)}, {w: j for j, w in enumerate(wants)}
         links.append((c, table * op.times, [index_s[s] for s in there], [index_w[w] for w in here]))
     return links
 
 
-def unwaited_move(graph: Graph, move: Move) -> bool:
-    """Whether nobody waits for a move. What is brought where a result lies comes last: there is nothing beside it."""
-    needed = graph.values[move.source].waited and graph.values[move.target].waited
-    return bool(move.path) and not (needed or move.waited)
+def hidden_of(graph: Graph, move: Move) -> tuple[str, ...]:
+    """The collectives of a move that nobody waits for. What is brought where a result lies comes last of all."""
+    if not move.path or move.waited:
+        return ()
+    return graph.values[move.source].hides + graph.values[move.target].hides
 
 
 def move_table(p: Problem, move: Move) -> tuple[np.ndarray, list[int], list[int]]:
@@ -231,7 +238,7 @@ def move_table(p: Problem, move: Move) -> tuple[np.ndarray, list[int], list[int]
     table = np.zeros((len(states), len(wants)))
     if source not in p.free:
         nbytes = graph.values[move.source].nbytes
-        table[:] = [[p.machine.move(nbytes, s, w, unwaited_move(graph, move)) for w in wants] for s in states]
+        table[:] = [[p.machine.move(nbytes, s, w, hidden_of(graph, move)) for w in wants] for s in states]
     index_s, index_w = {s: i for i, s in enumerate(states)}, {w: j for j, w in enumerate(wants)}
     return table * move.times, [index_s[s] for s in there], [index_w[w] for w in here]
 
