@@ -137,8 +137,8 @@ class _Writer:
             return bind(eqn, ins, params | {"branches": branches})
         # Of custom gradients: the rules stay, and if they are asked they choose for themselves.
         if "call_jaxpr" in params:
-            body = self.rewritten(*inner_jaxpr(eqn), path)
-            return bind(eqn, ins, params | {"call_jaxpr": body})
+            jaxpr, consts = inner_jaxpr(eqn)
+            return bind(eqn, ins, params | {"call_jaxpr": self.rewritten(jaxpr, consts, path)})
         return bind(eqn, ins)
 
     def rewritten(self, jaxpr: Any, consts: Any, path: tuple[int, ...], carries: range = range(0)) -> Any:

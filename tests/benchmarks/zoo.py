@@ -146,7 +146,8 @@ def agreement(rows: Sequence[Row]) -> tuple[float, int]:
     from scipy.stats import spearmanr  # which JAX itself requires
 
     known = [(r.predicted[0], r.milliseconds) for r in rows if r.predicted[0] and math.isfinite(r.milliseconds)]
-    return (float(spearmanr(*zip(*known))[0]) if len(known) > 2 else math.nan), len(known)
+    predicted, compiled = zip(*known) if known else ((), ())
+    return (float(spearmanr(predicted, compiled)[0]) if len(known) > 2 else math.nan), len(known)
 
 
 def budgets(
