@@ -142,7 +142,7 @@ def test_there_and_back_on_commensurate_meshes(sizes, others, places, shape):
 @given(axis_sizes, axis_sizes, specs, dims)
 def test_balance_there_and_back_keeps_the_number_of_pieces(sizes, others, places, shape):
     here = MeshSpec({f"a{i}": s for i, s in enumerate(sizes)})
-    there = MeshSpec({f"b{i}": s for i, s in enumerate([*others, 2, 2, 2, 2])})  # has every power up to 16
+    there = MeshSpec({f"b{i}": s for i, s in enumerate([*others, 2, 2, 2, 2, 2, 2])})  # has every power up to 64
     plan = laid(here, places, shape)
     moved = eqshard.convert_plan(plan, there, strategy="preserve_balance")
     assert not [i for i in eqshard.validate(moved) if i.severity == "error"]
