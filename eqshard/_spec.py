@@ -295,9 +295,9 @@ def spec_from_list(data: Any, where: str) -> PartitionSpec:
     for e in data:
         if isinstance(e, dict) and e == {"unconstrained": True}:
             parts.append(UNCONSTRAINED)
-        elif isinstance(e, list) and e and all(isinstance(a, str) for a in e):
+        elif isinstance(e, list) and e and all(isinstance(a, str) and a for a in e):
             parts.append(tuple(e))
-        elif e is None or isinstance(e, str):
+        elif e is None or (isinstance(e, str) and e):
             parts.append(e)
         else:
             raise FormatError(f"{where}: {short(e)} is no entry of a spec: expected null, a name or a list of names.")

@@ -139,6 +139,14 @@ def use(value):
         value.resolve_spec(["head"])
 
 
+@pytest.mark.parametrize("entry", ["", [""], ["x", ""]])
+def test_an_axis_has_a_name(entry):
+    data = eqshard.replicated_plan(jax.ShapeDtypeStruct((8, 12), "float32"), eqshard.MeshSpec(x=2)).to_dict()
+    data["leaves"][0]["spec"] = [entry]
+    with pytest.raises(eqshard.FormatError, match="no entry of a spec"):
+        ShardingPlan.from_dict(data)
+
+
 @settings(max_examples=100)
 @given(st.data())
 @pytest.mark.parametrize("value", VALUES, ids=lambda v: type(v).__name__)
