@@ -12,7 +12,7 @@ from eqshard.program._build import build
 from eqshard.program._cost import Machine
 from eqshard.program._fold import fold_alike
 from eqshard.program._price import busy_seconds, moved
-from eqshard.program._solve import problem
+from eqshard.program._problem import problem
 from eqshard.program._study import arriving, study
 from eqshard.program._trace import trace
 

@@ -7,7 +7,9 @@ import numpy as np
 
 from ._cost import State, Transfer
 from ._graph import Move, Op, Place
-from ._solve import Choice, hidden_of, partial, piecewise_seconds, Problem, project, require, work
+from ._links import hidden_of, piecewise_seconds, work
+from ._problem import partial, Problem, project, require
+from ._solve import Choice
 
 
 IN_FLIGHT = 3

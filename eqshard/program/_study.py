@@ -15,9 +15,11 @@ from ._build import build
 from ._cost import Machine, State
 from ._fold import fold_alike
 from ._graph import Graph
+from ._links import own_seconds
 from ._ops import OpRules
 from ._price import in_flight
-from ._solve import Choice, Layout, own_seconds, Problem, problem, project, solve
+from ._problem import Layout, Problem, problem, project
+from ._solve import Choice, solve
 from ._trace import Traced
 
 

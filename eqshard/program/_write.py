@@ -6,7 +6,8 @@ from .._plan import LeafPlan, ShardingPlan
 from ._cost import State
 from ._names import costs_of, dims_of
 from ._price import busy_seconds, moved, state_of
-from ._solve import Choice, Problem, require
+from ._problem import Problem, require
+from ._solve import Choice
 from ._step import Point, StepPlan
 from ._study import as_spec, Chosen, Study
 

@@ -1,0 +1,264 @@
+"""Choices that are tied to each other, of which the cheapest selection is wanted: a linear program, mostly."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from .._errors import ShardingError
+
+
+CLOSE = 5e-3
+"""How near the best a selection must be to be taken without a longer search."""
+PATIENCE = 4
+"""How many times longer the linear program may take: without its solution there is no choice at all."""
+ROUNDS = 12
+"""How often the linear program is solved again with more of it settled."""
+SWEEPS = 3
+"""How often options that are never better than another are looked for: each time there are fewer to compare with."""
+WHOLE = 1 - 1e-5
+"""The share of an option from which on it is taken as chosen."""
+SAME = 1e-12
+"""Seconds that are none."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What two choices cost together: `table[first_state[i], second_state[j]]` for their options i and j."""
+
+    first: int
+    second: int
+    table: np.ndarray
+    first_state: np.ndarray
+    second_state: np.ndarray
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What there is to choose: an option of each, none of them alone."""
+
+    costs: list[np.ndarray]
+    """For each choice what its options cost by themselves."""
+    links: list[Link]
+    rows: list[dict[int, np.ndarray]]
+    """For each limit what the options of a choice take of it."""
+    limits: list[float]
+
+
+Alive = list[np.ndarray]
+"""For each choice which of its options are left, as their numbers."""
+
+
+def select(choices: Choices, seconds: float) -> tuple[list[int], float, float, int] | None:
+    """The cheapest selection: an option of each choice, what it costs, how far from the best it may be, and the number
+    of variables. None if nothing keeps to the limits.
+
+    Options that are never better than another are left out first. Where the linear program then comes out fractional,
+    what is nearly whole is settled and the rest solved again; its first solution bounds what any selection can reach,
+    so it is known how far from the best the last one is. Only if that is too far, or nothing keeps to the limits with
+    what was settled, the integer program is solved as such.
+    """
+    every = prune(choices, [np.arange(len(costs)) for costs in choices.costs])
+    alive, least, best, variables = every, 0.0, None, 0
+    before, tried = every, {}
+    for round_ in range(ROUNDS):
+        program = _Program(choices, alive)
+        variables = variables or program.variables
+        status, total, shares = program.relaxed(PATIENCE * seconds)
+        if status == 2 and round_ == 0:
+            return None
+        if status == 2 and tried:
+            # Not this way: what was settled last is left out, and the rest solved again.
+            before = alive = [left[left != tried[k]] if k in tried else left for k, left in enumerate(before)]
+            tried = {}
+            continue
+        if shares is None:
+            break
+        least = total if round_ == 0 else least
+        tried = _nearest(shares, alive)
+        if not tried:
+            best = total, [int(left[np.argmax(x)]) for left, x in zip(alive, shares)]
+            break
+        before = [left[[int(np.argmax(x))]] if x.max() >= WHOLE else left for left, x in zip(alive, shares)]
+        alive = prune(choices, [np.array([tried[k]]) if k in tried else left for k, left in enumerate(before)])
+    gap = 0.0 if best is None else max(0.0, best[0] / max(least, SAME) - 1)
+    if best is None or gap > CLOSE:
+        status, other, proven = _Program(choices, every).whole(seconds)
+        if other is not None and (best is None or other[0] < best[0]):
+            best, gap = other, proven
+        if gap > 0.5 or (best is None and status == 1):
+            raise ShardingError(
+                f"the solver found no good choice in {seconds:g} s, for {variables} variables. Give it more "
+                "`time_limit`, or a mesh of fewer axes."
+            )
+    return None if best is None else (best[1], best[0], gap, variables)
+
+
+def prune(choices: Choices, alive: Alive) -> Alive:
+    """Leaves out options for which another costs no more, and takes no more, whatever is chosen elsewhere."""
+    around: list[list[tuple[Link, bool]]] = [[] for _ in choices.costs]
+    for link in choices.links:
+        around[link.first].append((link, True))
+        around[link.second].append((link, False))
+    alive = list(alive)
+    todo = set(range(len(alive)))
+    for _ in range(SWEEPS):
+        fewer = {k for k in sorted(todo) if _prune_one(choices, alive, k, around[k])}
+        todo = {link.second if first else link.first for k in fewer for link, first in around[k]}
+        if not todo:
+            break
+    return alive
+
+
+def _prune_one(choices: Choices, alive: Alive, k: int, around: list[tuple[Link, bool]]) -> bool:
+    """Whether an option of a choice was left out."""
+    left = alive[k]
+    if len(left) < 2:
+        return False
+    own = choices.costs[k][left]
+    # worse[i, j]: by how much option j can be worse than i, at most.
+    worse = own[None, :] - own[:, None]
+    for link, first in around:
+        table = link.table if first else link.table.T
+        mine, other = (link.first_state, link.second_state) if first else (link.second_state, link.first_state)
+        mine, theirs = mine[left], np.unique(other[alive[link.second if first else link.first]])
+        states, state = np.unique(mine, return_inverse=True)
+        part = table[np.ix_(states, theirs)]
+        worse += (part[None, :, :] - part[:, None, :]).max(axis=2)[np.ix_(state, state)]
+    better = worse <= SAME
+    for row in choices.rows:
+        if k in row:
+            takes = row[k][left]
+            better &= takes[None, :] <= takes[:, None]
+    np.fill_diagonal(better, False)
+    stays = np.ones(len(left), bool)
+    for i in np.argsort(-own, kind="stable"):
+        stays[i] = not (better[i] & stays).any()
+    alive[k] = left[stays]
+    return not stays.all()
+
+
+class _Program:
+    """The linear program of the options that are left."""
+
+    def __init__(self, choices: Choices, alive: Alive):
+        self.choices, self.alive = choices, alive
+        self.open = [k for k, left in enumerate(alive) if len(left) > 1]
+        self.begin = dict(zip(self.open, np.cumsum([0, *(len(alive[k]) for k in self.open)]).tolist()))
+        own = [choices.costs[k][left].copy() for k, left in enumerate(alive)]
+        self.columns: list[np.ndarray] = []
+        self.entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.integral = sum(len(alive[k]) for k in self.open)
+        self.variables, self.height = self.integral, len(self.open)
+        for row, k in enumerate(self.open):
+            at = np.arange(len(alive[k]))
+            self.entries.append((np.full(len(at), row), self.begin[k] + at, np.ones(len(at))))
+        self.fixed = 0.0
+        for link in choices.links:
+            self._link(link, own)
+        self.fixed += sum((float(own[k][0]) for k, left in enumerate(alive) if len(left) == 1), 0.0)
+        self.costs = np.concatenate([*(own[k] for k in self.open), *self.columns, np.zeros(0)])
+        self.rhs = np.zeros(self.height)
+        self.rhs[: len(self.open)] = 1.0
+
+    def _link(self, link: Link, own: list[np.ndarray]) -> None:
+        """Columns for pairs of states, whose margins are the two choices; states that cost the same are one."""
+        a, b = link.first_state[self.alive[link.first]], link.second_state[self.alive[link.second]]
+        rows, a = np.unique(a, return_inverse=True)
+        columns, b = np.unique(b, return_inverse=True)
+        table = link.table[np.ix_(rows, columns)]
+        table, alike = np.unique(table, axis=0, return_inverse=True)
+        a = alike.ravel()[a]
+        turned, alike = np.unique(table.T, axis=0, return_inverse=True)
+        table, b = turned.T, alike.ravel()[b]
+        n, m = table.shape
+        if m == 1:
+            own[link.first] += table[a, 0]
+        elif n == 1:
+            own[link.second] += table[0, b]
+        else:
+            self.columns.append(table.ravel())
+            pairs = self.variables + np.arange(n * m)
+            self.entries.append((self.height + np.repeat(np.arange(n), m), pairs, np.ones(n * m)))
+            self.entries.append((self.height + n + np.tile(np.arange(m), n), pairs, np.ones(n * m)))
+            self.entries.append((self.height + a, self.begin[link.first] + np.arange(len(a)), -np.ones(len(a))))
+            self.entries.append((self.height + n + b, self.begin[link.second] + np.arange(len(b)), -np.ones(len(b))))
+            self.variables, self.height = self.variables + n * m, self.height + n + m
+
+    def _matrices(self) -> tuple[Any, np.ndarray | None, np.ndarray]:
+        """What must be equal; what is limited, and how much of each limit is left."""
+        from scipy.sparse import csr_array  # noqa: PLC0415 (dear to import)
+
+        row, column, value = (np.concatenate(part) for part in zip(*self.entries))
+        equal = csr_array((value, (row, column)), shape=(self.height, self.variables))
+        if not self.choices.rows:
+            return equal, None, np.zeros(0)
+        most, room = np.zeros((len(self.choices.rows), self.variables)), np.ones(len(self.choices.rows))
+        for i, (row_, limit) in enumerate(zip(self.choices.rows, self.choices.limits)):
+            for k, takes in row_.items():
+                here = takes[self.alive[k]] / max(limit, 1.0)
+                if k in self.begin:
+                    most[i, self.begin[k] : self.begin[k] + len(here)] = here
+                else:
+                    room[i] -= here[0]
+        return equal, most, room
+
+    def _shares(self, x: np.ndarray) -> list[np.ndarray]:
+        one = np.ones(1)
+        return [x[self.begin[k] :][: len(left)] if k in self.begin else one for k, left in enumerate(self.alive)]
+
+    def relaxed(self, seconds: float) -> tuple[int, float, list[np.ndarray] | None]:
+        """The linear program: a status, the cost and how much of each option is taken."""
+        from scipy.optimize import linprog  # noqa: PLC0415
+
+        if not self.open:
+            within = all(room >= -1e-9 for room in self._matrices_room())
+            return (0, self.fixed, self._shares(np.zeros(0))) if within else (2, 0.0, None)
+        equal, most, room = self._matrices()
+        unit = max(float(self.costs.max()), 1e-9)
+        result: Any = linprog(
+            self.costs / unit,
+            A_eq=equal,
+            b_eq=self.rhs,
+            A_ub=most,
+            b_ub=None if most is None else room,
+            bounds=(0, 1),
+            method="highs-ds",  # the dual simplex ends in a corner, which is most often integral, and is the quickest
+            options={"time_limit": seconds},
+        )
+        if result.x is None:
+            return int(result.status), 0.0, None
+        return int(result.status), float(result.fun * unit) + self.fixed, self._shares(result.x)
+
+    def _matrices_room(self) -> Iterator[float]:
+        """How much of each limit is left where nothing is open."""
+        for row, limit in zip(self.choices.rows, self.choices.limits):
+            yield 1 - sum((float(takes[self.alive[k][0]]) for k, takes in row.items()), 0.0) / max(limit, 1.0)
+
+    def whole(self, seconds: float) -> tuple[int, tuple[float, list[int]] | None, float]:
+        """The integer program: a status, the cost with the option taken of each choice, and the gap."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415
+
+        equal, most, room = self._matrices()
+        rhs, unit = cast(Any, self.rhs), max(float(self.costs.max()), 1e-9)
+        constraints = [LinearConstraint(equal, rhs, rhs)]
+        constraints += [LinearConstraint(most, -np.inf, cast(Any, room))] if most is not None else []
+        integrality = (np.arange(self.variables) < self.integral).astype(float)
+        options = {"time_limit": seconds, "mip_rel_gap": CLOSE}
+        objective = self.costs / unit
+        result: Any = milp(
+            objective, integrality=integrality, constraints=constraints, bounds=Bounds(0, 1), options=options
+        )
+        if result.x is None:
+            return int(result.status), None, 1.0
+        taken = [int(left[np.argmax(x)]) for left, x in zip(self.alive, self._shares(result.x))]
+        return int(result.status), (float(result.fun * unit) + self.fixed, taken), float(result.mip_gap or 0.0)
+
+
+def _nearest(shares: Sequence[np.ndarray], alive: Alive) -> dict[int, int]:
+    """Of the choices that are not whole, the third that are nearest to it, with the option that each is nearest to."""
+    largest = np.array([x.max() for x in shares])
+    unsettled = np.nonzero(largest < WHOLE)[0]
+    nearest = unsettled[np.argsort(-largest[unsettled], kind="stable")][: max(1, len(unsettled) // 3)]
+    return {int(k): int(alive[k][np.argmax(shares[k])]) for k in nearest}
