@@ -107,7 +107,9 @@ class _Builder:
         for i, v in enumerate(at.ins if pinned else ()):
             self.graph.pins += [(path, i, v, False)] if v is not None else []
         for i, v in enumerate(at.outs):
-            self.graph.pins += [(path, i, v, True)] if v is not None and (pinned or self.uneven(v)) else []
+            self.graph.pins += [(path, i, v, True)] if v is not None and pinned else []
+        if name == "reshape" and at.ins[0] is not None and at.outs[0] is not None and self.uneven(at.outs[0]):
+            self.graph.splits.append((path, at.ins[0], at.outs[0]))
         if name in TOGETHER:
             TOGETHER[name](self.graph, at)
         elif (specs := given_specs(eqn)) is not None:

@@ -126,6 +126,8 @@ class Graph:
     pins: list[tuple[Place, int, int, bool]] = field(default_factory=list)
     """Values that must not be left to the compiler: the equation's place, which operand or result, and whether it is
     a result."""
+    splits: list[tuple[Place, int, int]] = field(default_factory=list)
+    """Reshapes with results that some mesh axis does not divide: their place, operand and result."""
     live: list[dict[int, float]] = field(default_factory=list)
     """Sets of values that must be in memory at one time, where that is most."""
     unknown: dict[str, int] = field(default_factory=dict)

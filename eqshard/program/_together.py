@@ -245,6 +245,13 @@ def reshape_dims(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[list[tuple[int
     return pairs, minor_a, minor_b
 
 
+def reshape_mixed(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[set[int], set[int]]:
+    """The dimensions before and after a reshape that it merges or splits, that are not just passed on."""
+    pairs, minor_a, minor_b = reshape_dims(a, b)
+    mixed = [(d, e) for d, e in pairs if a[d] != b[e]]
+    return {*minor_a, *(d for d, _ in mixed)}, {*minor_b, *(e for _, e in mixed)}
+
+
 def _done(a: tuple[int, ...], i: int, b: tuple[int, ...], j: int) -> bool:
     """Whether a group may end here: trailing ones belong to nobody."""
     return (i >= len(a)) == (j >= len(b)) or all(n == 1 for n in a[i:]) or all(n == 1 for n in b[j:])

@@ -10,6 +10,7 @@ from ._problem import Problem, require
 from ._solve import Choice
 from ._step import Point, StepPlan
 from ._study import as_spec, Chosen, Study
+from ._together import reshape_mixed
 
 
 def written(study: Study, chosen: Chosen) -> StepPlan:
@@ -98,6 +99,10 @@ def _points(p: Problem, choice: Choice, ins: list[int | None]) -> list[Point]:
             write(m.path, "in", m.slot, state, m.target)
     for path, slot, v, made in graph.pins:
         write(path, "out" if made else "in", slot, state_of(p, choice, v), v)
+    for path, a, out in graph.splits:
+        before, after = reshape_mixed(graph.shape(a), graph.shape(out))
+        if set(state_of(p, choice, a)) & before or set(state_of(p, choice, out)) & after:
+            write(path, "out", 0, state_of(p, choice, out), out)
     for path, slot, v in graph.carries:
         write(path, "carry", slot, state_of(p, choice, v), v)
     for op, way in zip(graph.ops, choice.ways):
