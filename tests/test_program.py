@@ -110,6 +110,19 @@ def test_a_backward_pass_is_the_same(axis_type):
     check_equal(grads, args, mesh_of(axis_type, data=4, tp=2))
 
 
+def test_blocks_are_computed_again_one_after_the_other(axis_type):
+    """Each waits for all gradients of the one before; else what these are made of is kept of every block."""
+    block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+
+    def grads(ws, x):
+        return jax.grad(lambda ws: jnp.sum(block(block(block(x, ws[0]), ws[1]), ws[2]) ** 2))(ws)
+
+    ws = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(3)]
+    plan, _ = check_equal(grads, (ws, jax.random.normal(jax.random.key(3), (8, 16))), mesh_of(axis_type, data=4, tp=2))
+    text = str(jax.make_jaxpr(eqshard.constrain(plan, grads))(ws, jnp.ones((8, 16))))
+    assert text.count("optimization_barrier") == 2
+
+
 def test_gradients_through_a_constrained_function():
     args = jax.random.normal(jax.random.key(0), (3, 16, 16)), jax.random.normal(jax.random.key(1), (8, 16))
 

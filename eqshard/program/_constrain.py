@@ -71,6 +71,21 @@ def _results(plan: StepPlan, traced: Traced) -> list[PartitionSpec]:
     return [specs[traced.kept[i]] if i in traced.kept else PartitionSpec() for i in range(len(traced.outs))]
 
 
+REMAT = frozenset(("remat2", "checkpoint", "remat"))
+
+
+def _after(made: list[Any], eqn: Any, ins: list[Any], env: dict[Any, Any]) -> list[Any]:
+    """What a block that is computed again reads, once all that the block before it made is there.
+
+    Nothing waits for the gradients of weights, so XLA likes to compute those of all blocks in the end, and keeps what
+    they are made of until then: as if nothing were computed again.
+    """
+    others = [v for v in made if v not in eqn.invars]
+    ins, results = jax.lax.optimization_barrier((ins, [env[v] for v in others]))
+    env.update(zip(others, results))
+    return ins
+
+
 class _Writer:
     def __init__(self, plan: StepPlan, arrays: list[Any]):
         self.points: dict[tuple[tuple[int, ...], str, int], PartitionSpec] = {
@@ -93,10 +108,16 @@ class _Writer:
     def evaluate(self, jaxpr: Any, consts: Any, args: list[Any], path: tuple[int, ...]) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
         read = lambda v: v.val if isinstance(v, core.Literal) else env[v]
+        wanted = {v for e in jaxpr.eqns for v in e.invars if not isinstance(v, core.Literal)} | {*jaxpr.outvars}
+        before: Any = None
         for i, eqn in enumerate(jaxpr.eqns):
             here = (*path, i)
             ins = [self.put(read(v), here, "in", s) for s, v in enumerate(eqn.invars)]
             ins = [self.put(x, here, "way", s) for s, x in enumerate(ins)]
+            if eqn.primitive.name in REMAT and eqn.params.get("differentiated", False):
+                if before is not None:
+                    ins = _after([v for v in before.outvars if v in wanted], eqn, ins, env)
+                before = eqn
             out = self.in_pieces(eqn, ins, here)
             if out is None:
                 out = self.equation(eqn, ins, here) if here in self.inside else bind(eqn, ins)
@@ -122,7 +143,7 @@ class _Writer:
         if name in ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"):
             jaxpr, consts = inner_jaxpr(eqn)
             return self.evaluate(jaxpr, consts, ins, path)
-        if name in ("remat2", "checkpoint", "remat") and hasattr(params["jaxpr"], "eqns"):
+        if name in REMAT and hasattr(params["jaxpr"], "eqns"):
             new = self.rewritten(params["jaxpr"], (), path)
             return bind(eqn, ins, params | {"jaxpr": new.jaxpr} if not new.consts else params)
         if name == "scan":

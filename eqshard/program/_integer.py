@@ -82,17 +82,21 @@ def select(choices: Choices, seconds: float) -> tuple[list[int], float, float, i
             break
         before = [left[[int(np.argmax(x))]] if x.max() >= WHOLE else left for left, x in zip(alive, shares)]
         alive = prune(choices, [np.array([tried[k]]) if k in tried else left for k, left in enumerate(before)])
-    gap = 0.0 if best is None else max(0.0, best[0] / max(least, SAME) - 1)
-    if best is None or gap > CLOSE:
-        status, other, proven = _Program(choices, every).whole(seconds)
-        if other is not None and (best is None or other[0] < best[0]):
-            best, gap = other, proven
-        if gap > 0.5 or (best is None and status == 1):
+    if best is None or _gap(best[0], least) > CLOSE:
+        status, other, bound = _Program(choices, every).whole(seconds)
+        least = max(least, bound)
+        best = other if best is None or (other is not None and other[0] < best[0]) else best
+        if status == 1 and (best is None or _gap(best[0], least) > 0.5):
             raise ShardingError(
                 f"the solver found no good choice in {seconds:g} s, for {variables} variables. Give it more "
                 "`time_limit`, or a mesh of fewer axes."
             )
-    return None if best is None else (best[1], best[0], gap, variables)
+    return None if best is None else (best[1], best[0], _gap(best[0], least), variables)
+
+
+def _gap(total: float, least: float) -> float:
+    """How much more a selection costs than the least that is possible."""
+    return max(0.0, (total - least) / max(least, SAME)) if total - least > SAME else 0.0
 
 
 def prune(choices: Choices, alive: Alive) -> Alive:
@@ -237,7 +241,7 @@ class _Program:
             yield 1 - sum((float(takes[self.alive[k][0]]) for k, takes in row.items()), 0.0) / max(limit, 1.0)
 
     def whole(self, seconds: float) -> tuple[int, tuple[float, list[int]] | None, float]:
-        """The integer program: a status, the cost with the option taken of each choice, and the gap."""
+        """The integer program: a status, the cost with the option taken of each choice, and what nothing is below."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415
 
         equal, most, room = self._matrices()
@@ -251,9 +255,10 @@ class _Program:
             objective, integrality=integrality, constraints=constraints, bounds=Bounds(0, 1), options=options
         )
         if result.x is None:
-            return int(result.status), None, 1.0
+            return int(result.status), None, 0.0
         taken = [int(left[np.argmax(x)]) for left, x in zip(self.alive, self._shares(result.x))]
-        return int(result.status), (float(result.fun * unit) + self.fixed, taken), float(result.mip_gap or 0.0)
+        cost = float(result.fun * unit)
+        return int(result.status), (cost + self.fixed, taken), cost * (1 - float(result.mip_gap or 0.0)) + self.fixed
 
 
 def _nearest(shares: Sequence[np.ndarray], alive: Alive) -> dict[int, int]:
