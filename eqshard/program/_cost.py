@@ -1,5 +1,6 @@
 """What moving and computing takes, in seconds, on a machine of a few numbers."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -131,6 +132,18 @@ class Machine:
             return seconds
         start = self.start(axes)
         return start + (seconds - start) * (1 - self.hidden)
+
+    def padding(self, shape: tuple[int, ...], slid_along: tuple[bool, ...]) -> float:
+        """How much more memory an array takes than its elements do: a TPU stores tiles of 8 rows of 128.
+
+        Any two dimensions may be those of the tiles, but for what convolutions read: they slide along no tile.
+        """
+        sizes = [n for n, slid in zip(shape, slid_along) if not slid and n > 1]
+        if not self.chip.clock or len(sizes) < 2:
+            return 1.0
+        filled = lambda n, tile: -(-n // tile) * tile / n
+        pairs = ((filled(a, LANES) * filled(b, 8)) for a, b in itertools.permutations(sizes, 2))
+        return min(pairs)
 
     def compute(self, flops: float, nbytes: float) -> float:
         """Seconds of work on one device, whichever of arithmetic and memory is slower."""

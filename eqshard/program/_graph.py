@@ -128,6 +128,8 @@ class Graph:
     a result."""
     splits: list[tuple[Place, int, int]] = field(default_factory=list)
     """Reshapes with results that some mesh axis does not divide: their place, operand and result."""
+    spatial: set[int] = field(default_factory=set)
+    """Names that convolutions slide along."""
     live: list[dict[int, float]] = field(default_factory=list)
     """Sets of values that must be in memory at one time, where that is most."""
     unknown: dict[str, int] = field(default_factory=dict)
@@ -193,6 +195,12 @@ class Graph:
         n = self.values[v].dims[dim]
         if n >= 0:
             self._size[self._root(n)] = 0
+
+    def slid_along(self, v: int) -> tuple[bool, ...]:
+        """For each dimension of a value, whether convolutions slide along it: if it is as they read it."""
+        names = {self._root(n) for n in self.spatial}
+        slid = tuple(n >= 0 and self._root(n) in names for n in self.values[v].dims)
+        return slid if slid.count(False) == 2 else (False,) * len(slid)  # a batch, and features
 
     def shape(self, v: int) -> tuple[int, ...]:
         return self.values[v].shape

@@ -3,6 +3,7 @@
 What XLA fuses into its readers takes no memory of its own, but what it is made of must stay as long as it is read.
 """
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -78,10 +79,12 @@ def _held(
     copies: Mapping[Any, int],
 ) -> tuple[list[list[int]], dict[int, int]]:
     """For each place the values that begin to take memory there, and for each such value where it ends."""
-    readers = _readers(jaxpr)
+    readers, products = _readers(jaxpr), _products(jaxpr)
     looped = {v for eqn in jaxpr.eqns if eqn.primitive.name in LOOPS for v in eqn.invars if not isinstance(v, Literal)}
     of: dict[Any, frozenset[int]] = {}
     """For each variable the values in memory that it is made of."""
+    dear: set[Any] = set()
+    """Variables that are made of those by more than a few additions: they are not made twice."""
     made: list[list[int]] = []
     last: dict[int, int] = {}
     for place, i in enumerate(order):
@@ -89,12 +92,17 @@ def _held(
         ins = [v for v in eqn.invars if not isinstance(v, Literal)]
         from_ = frozenset[int]().union(*(of.get(v, frozenset()) for v in ins))
         begin = []
+        takes_long = _dear(eqn, dear)
         for v in eqn.outvars:
             value = env.get(v)
+            # What several read is made for each, unless it is made of much, or takes long and is for several products.
+            much = value is not None and _large(graph, from_, value) > 1
+            again = readers.get(v, 0) == 1 or not (much or (takes_long and products.get(v, 0) > 1))
             if value is None or v not in readers or (v in in_place and eqn.primitive.name != "scan"):
                 of[v] = frozenset()
-            elif fused(eqn) and v not in looped and (readers[v] == 1 or _large(graph, from_, value) < 2):
+            elif fused(eqn) and v not in looped and again:
                 of[v] = from_
+                dear |= {v} if takes_long else set()
             else:
                 of[v] = frozenset((value,))
                 begin.append(value)
@@ -109,6 +117,29 @@ def _held(
     return made, last
 
 
+_DEAR = frozenset("div erf erfc erf_inv exp exp2 expm1 log log1p logistic pow rsqrt sin cos sqrt tan tanh".split())
+
+
+def _dear(eqn: Any, dear: set[Any]) -> bool:
+    size = max((math.prod(v.aval.shape) for v in eqn.outvars), default=1)
+    ins = [v for v in eqn.invars if not isinstance(v, Literal) and SPREAD * math.prod(v.aval.shape) > size]
+    if eqn.primitive.name in CALLS and (inner := inner_jaxpr(eqn)) is not None:
+        return any(_dear(e, dear) for e in inner[0].eqns) or any(v in dear for v in ins)
+    return eqn.primitive.name in _DEAR or any(v in dear for v in ins)
+
+
+def _products(jaxpr: Any) -> dict[Any, int]:
+    """How many products read each variable, as it is or turned."""
+    found: dict[Any, int] = {}
+    for eqn in reversed(jaxpr.eqns):
+        turned = eqn.primitive.name in ("transpose", "reshape", "squeeze") or eqn.primitive.name in CONSTRAINTS
+        reads = 1 if eqn.primitive.name in PRODUCTS else found.get(eqn.outvars[0], 0) if turned else 0
+        for v in eqn.invars if reads else ():
+            if not isinstance(v, Literal):
+                found[v] = found.get(v, 0) + reads
+    return found
+
+
 def _large(graph: Graph, values: Iterable[int], value: int) -> int:
     """How many of some values are not small beside another."""
     return sum(SPREAD * graph.values[v].nbytes > graph.values[value].nbytes for v in values)
@@ -118,7 +149,8 @@ def fused(eqn: Any) -> bool:
     """Whether XLA makes what an equation makes where it is read."""
     if eqn.primitive.name in CALLS and (inner := inner_jaxpr(eqn)) is not None:
         return all(fused(e) for e in inner[0].eqns)
-    return eqn.primitive.name in _FUSED_AWAY
+    strided = eqn.primitive.name == "slice" and any(n > 1 for n in eqn.params["strides"] or ())
+    return eqn.primitive.name in _FUSED_AWAY and not strided
 
 
 def _readers(jaxpr: Any) -> dict[Any, int]:

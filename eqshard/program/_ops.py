@@ -77,6 +77,9 @@ def conv(graph: Graph, at: Equation) -> None:
         names[0][dn.lhs_spec[1]] = names[1][dn.rhs_spec[1]] = "in"
         names[1][dn.rhs_spec[0]] = names[2][dn.out_spec[1]] = "out"
     window = math.prod(rhs[d] for d in dn.rhs_spec[2:])
+    if window < math.prod(out[d] for d in dn.out_spec[2:]):  # not the gradient of a kernel, whose result is the window
+        for v, dims in ((at.ins[0], dn.lhs_spec[2:]), (at.outs[0], dn.out_spec[2:])):
+            graph.spatial |= {graph.values[v].dims[d] for d in dims} - {-1} if v is not None else set()
     flops = 2.0 * math.prod(out) * rhs[dn.rhs_spec[1]] * window
     op(graph, at, "conv", letters, list(zip(at.ins, names)), [(at.outs[0], names[2])], {"in"}, flops)
 
