@@ -4,9 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, HealthCheck, settings, strategies as st
 
-from eqshard.program._integer import Choices, CLOSE, Link, prune, select
+from eqshard.program import _eliminate
+from eqshard.program._choices import Choices, Link, prune
+from eqshard.program._integer import CLOSE, select
 
 
 drawn = given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.booleans())
@@ -41,9 +43,11 @@ def every(options):
     return itertools.product(*options)
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("most", [0, 4, _eliminate.MOST])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @drawn
-def test_the_cheapest_that_keeps_to_the_limits(seed, sizes, limited):
+def test_the_cheapest_that_keeps_to_the_limits(monkeypatch, most, seed, sizes, limited):
+    monkeypatch.setattr(_eliminate, "MOST", most)
     choices = some_choices(seed, sizes, limited)
     fitting = [t for t in every(range(len(c)) for c in choices.costs) if keeps_to_limits(choices, t)]
     found = select(choices, 10.0)

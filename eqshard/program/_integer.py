@@ -1,12 +1,13 @@
-"""Choices that are tied to each other, of which the cheapest selection is wanted: a linear program, mostly."""
+"""The cheapest selection of options: a linear program, mostly."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from .._errors import ShardingError
+from ._choices import Alive, Choices, Link, prune, SAME, total_of, within_limits
+from ._eliminate import eliminate
 
 
 CLOSE = 5e-3
@@ -15,51 +16,24 @@ PATIENCE = 4
 """How many times longer the linear program may take: without its solution there is no choice at all."""
 ROUNDS = 12
 """How often the linear program is solved again with more of it settled."""
-SWEEPS = 3
-"""How often options that are never better than another are looked for: each time there are fewer to compare with."""
 WHOLE = 1 - 1e-5
 """The share of an option from which on it is taken as chosen."""
-SAME = 1e-12
-"""Seconds that are none."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """What two choices cost together: `table[first_state[i], second_state[j]]` for their options i and j."""
-
-    first: int
-    second: int
-    table: np.ndarray
-    first_state: np.ndarray
-    second_state: np.ndarray
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What there is to choose: an option of each, none of them alone."""
-
-    costs: list[np.ndarray]
-    """For each choice what its options cost by themselves."""
-    links: list[Link]
-    rows: list[dict[int, np.ndarray]]
-    """For each limit what the options of a choice take of it."""
-    limits: list[float]
-
-
-Alive = list[np.ndarray]
-"""For each choice which of its options are left, as their numbers."""
 
 
 def select(choices: Choices, seconds: float) -> tuple[list[int], float, float, int] | None:
     """The cheapest selection: an option of each choice, what it costs, how far from the best it may be, and the number
     of variables. None if nothing keeps to the limits.
 
-    Options that are never better than another are left out first. Where the linear program then comes out fractional,
-    what is nearly whole is settled and the rest solved again; its first solution bounds what any selection can reach,
-    so it is known how far from the best the last one is. Only if that is too far, or nothing keeps to the limits with
-    what was settled, the integer program is solved as such.
+    Options that are never better than another are left out first. Where few are tied to many, the rest is settled one
+    by one. Else a linear program is solved; where it comes out fractional, what is nearly whole is settled and the rest
+    solved again. Its first solution bounds what any selection can reach, so it is known how far from the best the last
+    one is. Only if that is too far, or nothing keeps to the limits with what was settled, the integer program is solved
+    as such.
     """
     every = prune(choices, [np.arange(len(costs)) for costs in choices.costs])
+    taken = eliminate(choices, every)
+    if taken is not None and within_limits(choices, taken):
+        return taken, total_of(choices, taken), 0.0, sum(map(len, every))
     alive, least, best, variables = every, 0.0, None, 0
     before, tried = every, {}
     for round_ in range(ROUNDS):
@@ -97,50 +71,6 @@ def select(choices: Choices, seconds: float) -> tuple[list[int], float, float, i
 def _gap(total: float, least: float) -> float:
     """How much more a selection costs than the least that is possible."""
     return max(0.0, (total - least) / max(least, SAME)) if total - least > SAME else 0.0
-
-
-def prune(choices: Choices, alive: Alive) -> Alive:
-    """Leaves out options for which another costs no more, and takes no more, whatever is chosen elsewhere."""
-    around: list[list[tuple[Link, bool]]] = [[] for _ in choices.costs]
-    for link in choices.links:
-        around[link.first].append((link, True))
-        around[link.second].append((link, False))
-    alive = list(alive)
-    todo = set(range(len(alive)))
-    for _ in range(SWEEPS):
-        fewer = {k for k in sorted(todo) if _prune_one(choices, alive, k, around[k])}
-        todo = {link.second if first else link.first for k in fewer for link, first in around[k]}
-        if not todo:
-            break
-    return alive
-
-
-def _prune_one(choices: Choices, alive: Alive, k: int, around: list[tuple[Link, bool]]) -> bool:
-    """Whether an option of a choice was left out."""
-    left = alive[k]
-    if len(left) < 2:
-        return False
-    own = choices.costs[k][left]
-    # worse[i, j]: by how much option j can be worse than i, at most.
-    worse = own[None, :] - own[:, None]
-    for link, first in around:
-        table = link.table if first else link.table.T
-        mine, other = (link.first_state, link.second_state) if first else (link.second_state, link.first_state)
-        mine, theirs = mine[left], np.unique(other[alive[link.second if first else link.first]])
-        states, state = np.unique(mine, return_inverse=True)
-        part = table[np.ix_(states, theirs)]
-        worse += (part[None, :, :] - part[:, None, :]).max(axis=2)[np.ix_(state, state)]
-    better = worse <= SAME
-    for row in choices.rows:
-        if k in row:
-            takes = row[k][left]
-            better &= takes[None, :] <= takes[:, None]
-    np.fill_diagonal(better, False)
-    stays = np.ones(len(left), bool)
-    for i in np.argsort(-own, kind="stable"):
-        stays[i] = not (better[i] & stays).any()
-    alive[k] = left[stays]
-    return not stays.all()
 
 
 class _Program:

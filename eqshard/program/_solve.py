@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ._choices import Choices, Link
 from ._fold import Fold
-from ._integer import Choices, Link, select
+from ._integer import select
 from ._links import Links, work
 from ._problem import Layout, Problem
 
