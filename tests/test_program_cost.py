@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from program_checks import EAGER, shape
 
 import eqshard
+from eqshard.program import _tune
 from eqshard.program._build import build
 from eqshard.program._cost import Machine
 from eqshard.program._fold import fold_alike
@@ -231,3 +232,45 @@ def test_memory_of_what_is_gathered_once_and_read_again():
     whole = 8 * 2048 * 2048 * 2
     assert whole < predicted(False) < 1.9 * whole
     assert predicted(True) < 0.8 * whole
+
+
+def test_tuning_says_what_the_compiler_said_where_nothing_smaller_can_be_planned(monkeypatch):
+    step, args = lambda w, x: w - x.T @ (x @ w), (shape(512, 512), shape(512, 512))
+
+    class Huge(eqshard.CompileReport):
+        fits, step_seconds, bytes_per_device = True, 1.0, 50e6
+
+    monkeypatch.setattr(_tune, "compile_reports", lambda programs, **_: [object.__new__(Huge)])
+    with pytest.raises(eqshard.BudgetError, match=r"fits by the compiler.*does not fit: 0.05 GB"):
+        eqshard.step_plan(step, *args, mesh=eqshard.MeshSpec(a=8), max_bytes=5e6, tune=1, target="cpu:8")
+
+
+def test_a_tpu_fills_up_tiles():
+    tpu = Machine.of(eqshard.MeshSpec(a=4, chip="v5e"))
+    images = 64, 64, 112, 112
+    assert tpu.padding(images, (False,) * 4) == 128 / 112
+    assert tpu.padding(images, (False, False, True, True)) == 2.0  # as convolutions read it: batch and channels
+    assert tpu.padding((1024, 7), (False, False)) == 8 / 7
+    assert tpu.padding((1024,), (False,)) == 1.0
+    assert Machine.of(eqshard.MeshSpec(a=4, chip=EAGER)).padding(images, (False, False, True, True)) == 1.0
+
+
+@pytest.mark.parametrize("along, times", [(P("a"), 1), (P(None, "a"), 2)])
+def test_pieces_narrower_than_a_tile_are_stored_twice(along, times):
+    table, mesh = shape(65536, 128), eqshard.MeshSpec(a=16, chip="v5e")
+    plan = eqshard.step_plan(lambda t: t * 2.0, table, mesh=mesh, fixed={"": along})
+    assert plan.bytes_per_device == pytest.approx(times * 65536 * 128 * 4 / 16, rel=0.01)
+
+
+def test_what_takes_long_is_not_made_for_each_product():
+    """Two products read it: an exponential is kept for both, a sum is made for each."""
+    mesh, args = eqshard.MeshSpec(a=2, chip="v5e"), (shape(8192, 4096), shape(4096, 128), shape(8192, 128))
+    taken = {}
+    for make in (jnp.exp, lambda x: x + 1.0):
+        step = lambda x, w, y, make=make: (make(x) @ w, make(x).T @ y)
+        read_twice = lambda x, w, y, make=make: (lambda h: (h @ w, h.T @ y))(make(x))
+        plans = (eqshard.step_plan(fn, *args, mesh=mesh) for fn in (step, read_twice))
+        taken[make] = [plan.bytes_per_device for plan in plans]
+    (apart, kept), (_, again) = taken.values()
+    whole = 8192 * 4096 * 4 / 2
+    assert kept - apart == pytest.approx(whole, rel=0.05) and again == pytest.approx(apart, rel=0.05)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._errors import ShardingError
 from .._spec import entry_axes
 from ._graph import Equation, Graph, Op
-from ._rows import one_by_one, row_dims, windows
+from ._rows import row_by_row, row_dims, windows
 
 
 Named = tuple[int | None, Sequence[str]]
@@ -130,7 +130,7 @@ def scatter(graph: Graph, at: Equation) -> None:
         reduced = set()
     ends = list(zip(at.ins, (names_t, names_i, names_u)))
     op(graph, at, "scatter", letters, ends, [(at.outs[0], names_t)], reduced)
-    if one_by_one(at.eqn):
+    if row_by_row(at.eqn):
         made = graph.ops[-1]
         made.rows = frozenset(n for n, letter in enumerate(letters) if letter[0] == "i")
         made.row_count = math.prod(update) / math.prod(update[d] for d in dn.update_window_dims)

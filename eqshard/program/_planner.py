@@ -17,7 +17,7 @@ from ._ops import OpRules
 from ._step import StepPlan
 from ._study import study
 from ._trace import trace
-from ._tune import tuned
+from ._tune import Tuning
 from ._write import written
 
 
@@ -101,7 +101,7 @@ def step_plan(
     say(f"traced: {len(begun.graph.values)} values, {len(begun.graph.ops)} operations between them")
     said = fixed_specs(fn, traced, fixed or {}, described, names or PartitionAxis())
     if tune > 0:
-        return tuned(begun, said, fn, args, tune, target, cache, say)
+        return Tuning(fn, args, tune, target, cache, say).best(begun, said)
     if compare:
         plan, others = compared(begun, said)
         return replace(plan, alternatives=others)

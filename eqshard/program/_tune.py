@@ -41,68 +41,64 @@ class _Tried:
         return self.report.step_seconds if self.fits else math.inf
 
 
-def tuned(
-    study: Study,
-    said: Said,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    most: int,
-    target: str | Target | None,
-    cache: str | os.PathLike[str] | None,
-    say: Callable[[str], None],
-) -> StepPlan:
-    """The best of the first `most` candidates by the compiler; made again with less room if none fits by its count."""
-    tried: list[_Tried] = []
-    room = study.limit
-    for _ in range(AGAIN):
-        found = list(_compiled(replace(study, limit=room), study.limit, said, fn, args, most, target, cache, say))
-        tried += found
-        if any(t.fits for t in found) or study.limit is None or room is None:
-            break
-        least = min(t.report.bytes_per_device for t in found)
-        room *= 0.95 * study.limit / max(least, study.limit)
-        say(f"  none fits: planned again for {size_text(room)}, as the compiler takes more than was predicted")
-    best = min(tried, key=lambda t: (t.seconds, t.report.bytes_per_device))
-    if not best.fits:
-        raise BudgetError(
-            f"none of {len(tried)} candidates fits by the compiler: "
-            + "; ".join(f"{t.name}: {_verdict(t)}" for t in tried)
-            + ".\n  Ways out: a larger mesh, remat, a smaller batch, or optimizer state on the host."
+@dataclass(frozen=True)
+class Tuning:
+    """What is compiled, how much of it, and for what."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    most: int
+    """How many candidates are compiled."""
+    target: str | Target | None
+    cache: str | os.PathLike[str] | None
+    say: Callable[[str], None]
+
+    def best(self, study: Study, said: Said) -> StepPlan:
+        """The best of the first candidates by the compiler; made again with less room if none fits by its count."""
+        tried: list[_Tried] = []
+        room = study.limit
+        for _ in range(AGAIN):
+            try:
+                found = list(self._compiled(replace(study, limit=room), study.limit, said))
+            except BudgetError:
+                if not tried:
+                    raise
+                break  # by the planner's count there is nothing smaller; by the compiler's nothing has fitted
+            tried += found
+            if any(t.fits for t in found) or study.limit is None or room is None:
+                break
+            least = min(t.report.bytes_per_device for t in found)
+            room *= 0.95 * study.limit / max(least, study.limit)
+            self.say(f"  none fits: planned again for {size_text(room)}, as the compiler takes more than was predicted")
+        best = min(tried, key=lambda t: (t.seconds, t.report.bytes_per_device))
+        if not best.fits:
+            raise BudgetError(
+                f"none of {len(tried)} candidates fits by the compiler: "
+                + "; ".join(f"{t.name}: {_verdict(t)}" for t in tried)
+                + ".\n  Ways out: a larger mesh, remat, a smaller batch, or optimizer state on the host."
+            )
+        others = (t for t in sorted(tried, key=lambda t: t.seconds) if t is not best)
+        note = (
+            f"{best.name} was the best of {len(tried)} by the compiler: {1e3 * best.seconds:.3g} ms, "
+            f"{best.report.bytes_per_device / 1e9:.3g} GB a device"
         )
-    others = tuple(
-        Alternative(
-            t.name, t.seconds if t.fits else None, float(t.report.bytes_per_device), f"by the compiler, {_verdict(t)}"
-        )
-        for t in sorted(tried, key=lambda t: t.seconds)
-        if t is not best
-    )
-    note = (
-        f"{best.name} was the best of {len(tried)} by the compiler: {1e3 * best.seconds:.3g} ms, "
-        f"{best.report.bytes_per_device / 1e9:.3g} GB a device"
-    )
-    return replace(best.plan, notes=(*best.plan.notes, note), alternatives=others)
+        return replace(best.plan, notes=(*best.plan.notes, note), alternatives=tuple(map(_alternative, others)))
+
+    def _compiled(self, study: Study, limit: float | None, said: Said) -> Iterator[_Tried]:
+        where = None if self.target is None else as_target(self.target)
+        kept = sorted({study.traced.ins[i].arg for i in study.traced.kept.values()})
+        for n, (name, plan) in enumerate(itertools.islice(_distinct(study, said, where), self.most), 1):
+            self.say(f"compiling candidate {n} of at most {self.most}: {name}")
+            program = Program(constrain(plan, self.fn), self.args, plan.args, tuple(kept), dict(plan.options))
+            report = compile_reports([program], target=where, cache=self.cache)[0]
+            one = _Tried(name, plan, report, limit)
+            self.say(f"  {_verdict(one)}")
+            yield one
 
 
-def _compiled(
-    study: Study,
-    limit: float | None,
-    said: Said,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    most: int,
-    target: str | Target | None,
-    cache: str | os.PathLike[str] | None,
-    say: Callable[[str], None],
-) -> Iterator[_Tried]:
-    where = None if target is None else as_target(target)
-    kept = sorted({study.traced.ins[i].arg for i in study.traced.kept.values()})
-    for n, (name, plan) in enumerate(itertools.islice(_distinct(study, said, where), most), 1):
-        say(f"compiling candidate {n} of at most {most}: {name}")
-        program = Program(constrain(plan, fn), args, plan.args, tuple(kept), dict(plan.options))
-        report = compile_reports([program], target=where, cache=cache)[0]
-        one = _Tried(name, plan, report, limit)
-        say(f"  {_verdict(one)}")
-        yield one
+def _alternative(tried: _Tried) -> Alternative:
+    seconds, nbytes = tried.seconds if tried.fits else None, float(tried.report.bytes_per_device)
+    return Alternative(tried.name, seconds, nbytes, f"by the compiler, {_verdict(tried)}")
 
 
 def _distinct(study: Study, said: Said, where: Target | None) -> Iterator[tuple[str, StepPlan]]:
