@@ -12,7 +12,7 @@ from ._graph import Equation, Graph, Place
 from ._live import Alive, for_loops, worst_moments
 from ._ops import CONSTRAINTS, given, given_specs, opaque, OPERATIONS, OpRules, PRODUCTS, told
 from ._together import one_by_one, PINNED, TOGETHER
-from ._trace import CALLS, inner_jaxpr, LOOPS, scan_parts, Traced
+from ._trace import CALLS, inner_jaxpr, LOOPS, recomputed, scan_parts, Traced
 
 
 Env = dict[Any, int | None]
@@ -158,10 +158,12 @@ class _Builder:
         local: Env = {}
         for v in jaxpr.constvars:
             self.new(local, v, times)
-        for v, outer in zip(jaxpr.invars, eqn.invars[len(eqn.invars) - len(jaxpr.invars) :]):
-            local[v] = read(env, outer)
-            if local[v] is None and math.prod(getattr(v.aval, "shape", ())) > 1:
+        for i, (v, outer) in enumerate(zip(jaxpr.invars, eqn.invars[len(eqn.invars) - len(jaxpr.invars) :])):
+            known = local[v] = read(env, outer)
+            if known is None and math.prod(getattr(v.aval, "shape", ())) > 1:
                 self.new(local, v, times)
+            elif known is not None and times == 1 and recomputed(eqn) and self.early.get(v, False):
+                self.graph.again.append((path, i, known))
         inside = self.walk(jaxpr, local, times, path)
         for v, outer in zip(eqn.outvars, jaxpr.outvars):
             env[v] = read(local, outer)

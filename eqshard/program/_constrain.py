@@ -15,7 +15,7 @@ from .._errors import MismatchError
 from .._tree import is_array
 from ._pieces import apart, bind, LOCAL, run_apart, run_scattered, SCATTER_ADD, summed_axes
 from ._step import StepPlan
-from ._trace import inner_jaxpr, scan_parts, trace, Traced
+from ._trace import inner_jaxpr, recomputed, REMAT, scan_parts, trace, Traced
 
 
 def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,9 +71,6 @@ def _results(plan: StepPlan, traced: Traced) -> list[PartitionSpec]:
     return [specs[traced.kept[i]] if i in traced.kept else PartitionSpec() for i in range(len(traced.outs))]
 
 
-REMAT = frozenset(("remat2", "checkpoint", "remat"))
-
-
 def _after(made: list[Any], eqn: Any, ins: list[Any], env: dict[Any, Any]) -> list[Any]:
     """What a block that is computed again reads, once all that the block before it made is there.
 
@@ -114,7 +111,7 @@ class _Writer:
             here = (*path, i)
             ins = [self.put(read(v), here, "in", s) for s, v in enumerate(eqn.invars)]
             ins = [self.put(x, here, "way", s) for s, x in enumerate(ins)]
-            if eqn.primitive.name in REMAT and eqn.params.get("differentiated", False):
+            if recomputed(eqn):
                 if before is not None:
                     ins = _after([v for v in before.outvars if v in wanted], eqn, ins, env)
                 before = eqn
@@ -144,7 +141,7 @@ class _Writer:
             jaxpr, consts = inner_jaxpr(eqn)
             return self.evaluate(jaxpr, consts, ins, path)
         if name in REMAT and hasattr(params["jaxpr"], "eqns"):
-            new = self.rewritten(params["jaxpr"], (), path)
+            new = self.rewritten(params["jaxpr"], (), path, range(len(eqn.invars)))
             return bind(eqn, ins, params | {"jaxpr": new.jaxpr} if not new.consts else params)
         if name == "scan":
             first, carried = scan_parts(params)

@@ -77,6 +77,10 @@ class Machine:
         n = math.prod(self.sizes[a] for a in axes)
         return self.start(axes) + gathered * (n - 1) / n / sum(self.bandwidths[a] for a in axes)
 
+    def by_whole_sums(self, axes: tuple[int, ...]) -> bool:
+        """Whether XLA gathers and scatters along these axes by sums of the whole: on a TPU, along three at once."""
+        return len(axes) > 2 and bool(self.chip.clock)
+
     def exchange(self, axis: int, total: float) -> float:
         """An all-to-all of so many bytes in all along an axis."""
         return self.start((axis,)) + total / 4 / self.bandwidths[axis]
@@ -95,7 +99,10 @@ class Machine:
                 whole[h] = (*whole.get(h, ()), axis)
         for axes in whole.values():  # one for each dimension
             local *= math.prod(self.sizes[a] for a in axes)
-            yield "all-gather", axes, local, self.gather(axes, local)
+            if self.by_whole_sums(axes):
+                yield "all-reduce", axes, local, 2 * self.gather(axes, local) - LAUNCH
+            else:
+                yield "all-gather", axes, local, self.gather(axes, local)
 
     def sums(self, nbytes: float, made: State, partial: tuple[bool, ...], want: State) -> Iterator[Transfer]:
         """What sums partial results and brings them where they are wanted."""
@@ -103,7 +110,7 @@ class Machine:
         summed = tuple(a for a, s in enumerate(partial) if s)
         scattered = tuple(a for a in summed if want[a] >= 0)
         # XLA scatters a sum along one dimension; for several it makes the whole sum, and cuts that.
-        if len({want[a] for a in scattered}) > 1:
+        if len({want[a] for a in scattered}) > 1 or self.by_whole_sums(scattered):
             scattered = ()
         rest = tuple(a for a in summed if a not in scattered)
         if scattered:

@@ -123,6 +123,8 @@ class Graph:
     """Values made by elementwise work, and how often."""
     carries: list[tuple[Place, int, int]] = field(default_factory=list)
     """Values that loops carry: the loop's place, which carry, the value inside."""
+    again: list[tuple[Place, int, int]] = field(default_factory=list)
+    """Weights that blocks read which are computed again: the block's place, which operand, the value."""
     pins: list[tuple[Place, int, int, bool]] = field(default_factory=list)
     """Values that must not be left to the compiler: the equation's place, which operand or result, and whether it is
     a result."""

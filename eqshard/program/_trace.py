@@ -125,6 +125,14 @@ def scan_parts(params: Any) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
+REMAT = frozenset(("remat2", "checkpoint", "remat"))
+
+
+def recomputed(eqn: Any) -> bool:
+    """Whether an equation is a block that is computed again, for the backward pass."""
+    return eqn.primitive.name in REMAT and bool(eqn.params.get("differentiated", False))
+
+
 def inner_jaxpr(eqn: Any) -> Any:
     """The closed or open jaxpr of an equation that only calls it, as (jaxpr, consts)."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):

@@ -5,12 +5,16 @@ from jax.sharding import PartitionSpec
 from .._plan import LeafPlan, ShardingPlan
 from ._cost import State
 from ._names import costs_of, dims_of
-from ._price import busy_seconds, moved, state_of
+from ._price import busy_seconds, move_states, moved, state_of
 from ._problem import Problem, require
 from ._solve import Choice
 from ._step import Point, StepPlan
 from ._study import as_spec, Chosen, Study
 from ._together import reshape_mixed
+
+
+ROOM = 0.75
+"""How much of the memory a plan may take that keeps more than it must: it is not known exactly."""
 
 
 def written(study: Study, chosen: Chosen) -> StepPlan:
@@ -27,14 +31,16 @@ def written(study: Study, chosen: Chosen) -> StepPlan:
     if choice.gap > 0.01:
         notes.append(f"the solver stopped {100 * choice.gap:.0f} % from what it could prove best")
     busy = busy_seconds(p, chosen.own, choice)
+    kept = _kept(p, choice)
+    once = study.objective == "time" and (study.limit is None or chosen.held + kept <= ROOM * study.limit)
     return StepPlan(
         mesh=study.mesh,
         args=tuple(ShardingPlan(study.mesh, tuple(rows)) for rows in args),
-        inner=tuple(_points(p, choice, ins)),
+        inner=tuple(_points(p, choice, ins, once)),
         program=traced.fingerprint,
         seconds=busy + sum((m.exposed for m in moved(p, choice)), 0.0),
         compute_seconds=busy,
-        bytes_per_device=chosen.held,
+        bytes_per_device=chosen.held + (kept if once else 0.0),
         notes=tuple(notes),
         costs=costs_of(study, chosen),
         dims=dims_of(study, chosen),
@@ -80,8 +86,33 @@ def _uses(p: Problem, choice: Choice) -> dict[int, PartitionSpec]:
     return found
 
 
-def _points(p: Problem, choice: Choice, ins: list[int | None]) -> list[Point]:
-    """Where layouts are written: at arguments, results, loop carries, what operations read and make."""
+def _kept(p: Problem, choice: Choice) -> float:
+    """Bytes of gathered weights, if those of the forward pass are kept for the blocks that are computed again."""
+    graph, blocks = p.graph, {path for path, _, _ in p.graph.again}
+    inside = lambda path: any(path[:n] in blocks for n in range(1, len(path) + 1))
+    reads = [
+        (v, state_of(p, choice, v), require(way, letters))
+        for op, way in zip(graph.ops, choice.ways)
+        if inside(op.path)
+        for v, letters in op.operands
+    ]
+    reads += [(m.source, *move_states(p, choice, m)) for m in graph.moves if inside(m.path)]
+    gathered = (
+        graph.values[v].nbytes * max(0.0, 1 / p.machine.factor(want) - 1 / p.machine.factor(have))
+        for v, have, want in reads
+        if "all-gather" in graph.values[v].hides
+    )
+    return sum(gathered, 0.0)
+
+
+def _points(p: Problem, choice: Choice, ins: list[int | None], once: bool) -> list[Point]:
+    """Where layouts are written: at arguments, results, loop carries, what operations read and make.
+
+    **Arguments:**
+
+    - `once`: weights may be gathered once for the forward pass and for blocks that are computed again. XLA does so
+        unless they come into these in pieces.
+    """
     graph, machine = p.graph, p.machine
     found: dict[tuple[tuple[int, ...], str, int], PartitionSpec] = {}
 
@@ -103,7 +134,7 @@ def _points(p: Problem, choice: Choice, ins: list[int | None]) -> list[Point]:
         before, after = reshape_mixed(graph.shape(a), graph.shape(out))
         if set(state_of(p, choice, a)) & before or set(state_of(p, choice, out)) & after:
             write(path, "out", 0, state_of(p, choice, out), out)
-    for path, slot, v in graph.carries:
+    for path, slot, v in (*graph.carries, *(() if once else graph.again)):
         write(path, "carry", slot, state_of(p, choice, v), v)
     for op, way in zip(graph.ops, choice.ways):
         for slot, (v, letters) in zip(op.slots, op.operands):
