@@ -235,6 +235,14 @@ def test_out_of_memory_is_a_report():
     assert "does not fit" in eqshard.report(report, format="html")
 
 
+@pytest.mark.tpu
+def test_a_tpu_is_asked_about_a_program_without_plans():
+    pytest.importorskip("libtpu")
+    x = S((256, 256), jnp.bfloat16)
+    report = eqshard.compile_report(lambda x: x @ x, x, target="v5e:2x2")
+    assert report.fits and not report.collectives and report.product_seconds > 0
+
+
 def test_pages():
     known = fsdp_scan(eqshard.MeshSpec(dp=2, tp=4), "float32")
     report = eqshard.compile_report(known.fn, *known.args, plans=known.plans, chip="v5e")

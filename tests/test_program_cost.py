@@ -274,3 +274,24 @@ def test_what_takes_long_is_not_made_for_each_product():
     (apart, kept), (_, again) = taken.values()
     whole = 8192 * 4096 * 4 / 2
     assert kept - apart == pytest.approx(whole, rel=0.05) and again == pytest.approx(apart, rel=0.05)
+
+
+@pytest.mark.parametrize("chip, kind", [("v5p", "all-reduce"), (EAGER, "all-gather")])
+def test_along_three_axes_a_tpu_gathers_by_sums(chip, kind):
+    machine = Machine.of(eqshard.MeshSpec(a=4, b=4, c=4, chip=chip))
+    assert [t[0] for t in machine.moves(1e9, (0, 0, 0), (-1, -1, -1))] == [kind]
+    assert [t[0] for t in machine.moves(1e9, (0, 0, -1), (-1, -1, -1))] == ["all-gather"]
+    scattered = "reduce-scatter" if kind == "all-gather" else "all-reduce"
+    assert [t[0] for t in machine.sums(1e9, (-1, -1, -1), (True, True, True), (0, 0, 0))] == [scattered]
+
+
+def test_gathered_weights_are_kept_where_there_is_room():
+    """For blocks that are computed again: else they are gathered again, from pieces that come into the block."""
+    block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    step = lambda ws, x: jax.grad(lambda ws: jnp.sum(block(block(x, ws[0]), ws[1])))(ws)
+    args, mesh = ([shape(8192, 8192)] * 2, shape(65536, 8192)), eqshard.MeshSpec(a=8, chip="v5e")
+    ample, tight = (eqshard.step_plan(step, *args, mesh=mesh, max_bytes=room) for room in (1e12, 2.5e9))
+    again = lambda plan: [point for point in plan.inner if point[1] == "carry"]
+    assert not again(ample) and again(tight)
+    gathered = 2 * 8192 * 8192 * 4 * 7 / 8
+    assert ample.bytes_per_device - tight.bytes_per_device == pytest.approx(gathered, rel=0.1)
