@@ -101,6 +101,12 @@ def test_control_flow_is_the_same(axis_type):
     assert any(len(path) > 1 for path, *_ in plan.inner)  # layouts inside bodies
 
 
+def test_a_body_whose_result_is_a_number(axis_type):
+    inner = jax.jit(lambda w, x: (x @ w, 1.0))
+    args = jax.random.normal(jax.random.key(0), (16, 16)), jax.random.normal(jax.random.key(1), (8, 16))
+    check_equal(lambda w, x: inner(w, x), args, mesh_of(axis_type, data=4, tp=2))
+
+
 def test_a_backward_pass_is_the_same(axis_type):
     def grads(w, x):
         body = jax.checkpoint(lambda c, k: (jnp.tanh(c @ k), None))

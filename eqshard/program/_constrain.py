@@ -105,7 +105,8 @@ class _Writer:
     def evaluate(self, jaxpr: Any, consts: Any, args: list[Any], path: tuple[int, ...]) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
         read = lambda v: v.val if isinstance(v, core.Literal) else env[v]
-        wanted = {v for e in jaxpr.eqns for v in e.invars if not isinstance(v, core.Literal)} | {*jaxpr.outvars}
+        sides = (*(e.invars for e in jaxpr.eqns), jaxpr.outvars)
+        wanted = {v for side in sides for v in side if not isinstance(v, core.Literal)}
         before: Any = None
         for i, eqn in enumerate(jaxpr.eqns):
             here = (*path, i)
