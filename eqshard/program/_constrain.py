@@ -100,6 +100,7 @@ class _Writer:
     def run(self, closed: Any, args: list[Any]) -> list[Any]:
         args = [self.put(x, (), "arg", i) for i, x in enumerate(args)]
         out = self.evaluate(closed.jaxpr, closed.consts, args, ())
+        out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # a result may be a number
         return [self.put(x, (), "result", i) for i, x in enumerate(out)]
 
     def evaluate(self, jaxpr: Any, consts: Any, args: list[Any], path: tuple[int, ...]) -> list[Any]:
