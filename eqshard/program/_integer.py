@@ -1,6 +1,6 @@
 """The cheapest selection of options: a linear program, mostly."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -144,11 +144,11 @@ class _Program:
 
     def relaxed(self, seconds: float) -> tuple[int, float, list[np.ndarray] | None]:
         """The linear program: a status, the cost and how much of each option is taken."""
+        if not self.open:
+            within = within_limits(self.choices, [int(left[0]) for left in self.alive])
+            return (0, self.fixed, self._shares(np.zeros(0))) if within else (2, 0.0, None)
         from scipy.optimize import linprog  # noqa: PLC0415
 
-        if not self.open:
-            within = all(room >= -1e-9 for room in self._matrices_room())
-            return (0, self.fixed, self._shares(np.zeros(0))) if within else (2, 0.0, None)
         equal, most, room = self._matrices()
         unit = max(float(self.costs.max()), 1e-9)
         result: Any = linprog(
@@ -164,11 +164,6 @@ class _Program:
         if result.x is None:
             return int(result.status), 0.0, None
         return int(result.status), float(result.fun * unit) + self.fixed, self._shares(result.x)
-
-    def _matrices_room(self) -> Iterator[float]:
-        """How much of each limit is left where nothing is open."""
-        for row, limit in zip(self.choices.rows, self.choices.limits):
-            yield 1 - sum((float(takes[self.alive[k][0]]) for k, takes in row.items()), 0.0) / max(limit, 1.0)
 
     def whole(self, seconds: float) -> tuple[int, tuple[float, list[int]] | None, float]:
         """The integer program: a status, the cost with the option taken of each choice, and what nothing is below."""
