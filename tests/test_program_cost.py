@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 import zoo
 from jax.sharding import PartitionSpec as P
-from program_checks import EAGER, shape
+from program_checks import check_equal, EAGER, shape
 
 import eqshard
 from eqshard.program import _tune
@@ -295,3 +295,20 @@ def test_gathered_weights_are_kept_where_there_is_room():
     assert not again(ample) and again(tight)
     gathered = 2 * 8192 * 8192 * 4 * 7 / 8
     assert ample.bytes_per_device - tight.bytes_per_device == pytest.approx(gathered, rel=0.1)
+
+
+def test_weights_are_gathered_again_where_there_is_no_room(axis_type):
+    """For the backward pass: XLA would keep those of the forward pass, were both gathers the same to it."""
+
+    def step(ws, x):
+        return jax.grad(lambda ws: jnp.sum(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) @ ws[2]))(ws)
+
+    ws = [jax.random.normal(jax.random.key(i), (512, 512)) for i in range(3)]
+    x = jax.random.normal(jax.random.key(3), (4096, 512))
+    described = eqshard.MeshSpec({"a": 8}, axis_type=axis_type, chip="v5e")
+    ample = eqshard.step_plan(step, ws, x, mesh=described)
+    least = eqshard.step_plan(step, ws, x, mesh=described, objective="memory")
+    again = lambda plan: [point for point in plan.inner if point[1] == "again"]
+    assert least.bytes_per_device < ample.bytes_per_device
+    assert again(least) and not again(ample)
+    check_equal(step, (ws, x), described, objective="memory")

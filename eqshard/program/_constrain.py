@@ -112,6 +112,8 @@ class _Writer:
         for i, eqn in enumerate(jaxpr.eqns):
             here = (*path, i)
             ins = [self.put(read(v), here, "in", s) for s, v in enumerate(eqn.invars)]
+            if any((here, "again", s) in self.points for s in range(len(ins))):
+                ins = list(jax.lax.optimization_barrier(tuple(ins)))  # else XLA keeps what it gathered before
             ins = [self.put(x, here, "way", s) for s, x in enumerate(ins)]
             if recomputed(eqn):
                 if before is not None:

@@ -136,11 +136,16 @@ def _points(p: Problem, choice: Choice, ins: list[int | None], once: bool) -> li
             write(path, "out", 0, state_of(p, choice, out), out)
     for path, slot, v in (*graph.carries, *(() if once else graph.again)):
         write(path, "carry", slot, state_of(p, choice, v), v)
+    gathered: set[int] = set()
     for op, way in zip(graph.ops, choice.ways):
         for slot, (v, letters) in zip(op.slots, op.operands):
-            want = require(way, letters)
-            if want != state_of(p, choice, v) or op.kind == "scatter":
+            have, want = state_of(p, choice, v), require(way, letters)
+            if want != have or op.kind == "scatter":
                 write(op.path, "way", slot, want, v)
+            if "all-gather" in graph.values[v].hides and machine.factor(want) < machine.factor(have):
+                if v in gathered:
+                    write(op.path, "again", slot, want, v)
+                gathered.add(v)
         for slot, (v, _) in zip(op.out_slots, op.outs):
             write(op.path, "out", slot, state_of(p, choice, v), v)
     return [(path, side, slot, spec) for (path, side, slot), spec in found.items()]
