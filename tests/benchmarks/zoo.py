@@ -82,12 +82,16 @@ def found(
     return replace(as_it_is, seconds=plan.seconds, nbytes=plan.bytes_per_device)
 
 
+def folder_of(case: zoo.Case, layout: str, cache: pathlib.Path | None) -> pathlib.Path | None:
+    """Where what the compiler said of a layout is kept."""
+    return None if cache is None else cache / f"{case.name}-{case.size}-{layout}"
+
+
 def measure(case: zoo.Case, layout: zoo.Layout, target: Target, cache: pathlib.Path | None) -> CompileReport:
     """What the compiler makes of a layout, from the cache if it was asked before."""
     flat = flatten(Program(layout.step, case.args, layout.plans, case.donate, layout.options), target)
     job, flops = lower_for(flat, target)
-    folder = None if cache is None else cache / f"{case.name}-{case.size}-{layout.name}"
-    answer = compile_cached([job], target, 1, folder)[0]
+    answer = compile_cached([job], target, 1, folder_of(case, layout.name, cache))[0]
     chip = flat.mesh.chip or eqshard.CHIPS[target.chip]
     return report_on(flat, answer, flops, chip, str(target))
 
@@ -158,10 +162,10 @@ def budgets(
     yield f"| {case.name} | replicated |  |  | {whole / 1e9:.2f} |"
     for part in parts:
         room = part * whole
-        options = {"max_bytes": room, "tune": 1, "target": target, "cache": cache}
+        options = {"max_bytes": room, "tune": 1, "target": target, "cache": folder_of(case, "planned", cache)}
         start = f"| {case.name} | {part:g} | {room / 1e9:.2f} |"
         try:
-            layout = planned(case, mesh, f"planned-{part:g}", **options)
+            layout = planned(case, mesh, **options)
         except eqshard.BudgetError as error:
             least = planned(case, mesh, "least", objective="memory", max_bytes=1e15)
             report = measure(case, least, target, cache)
