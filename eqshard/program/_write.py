@@ -4,6 +4,7 @@ from jax.sharding import PartitionSpec
 
 from .._plan import LeafPlan, ShardingPlan
 from ._cost import State
+from ._graph import Place
 from ._names import costs_of, dims_of
 from ._price import busy_seconds, move_states, moved, state_of
 from ._problem import Problem, require
@@ -86,8 +87,21 @@ def _uses(p: Problem, choice: Choice) -> dict[int, PartitionSpec]:
     return found
 
 
+def _gathered_again(p: Problem, choice: Choice) -> list[tuple[Place, int, int, State]]:
+    """Where products gather weights that one before them has gathered: their place, which operand, and how."""
+    found, seen = [], set()
+    for op, way in zip(p.graph.ops, choice.ways):
+        for slot, (v, letters) in zip(op.slots, op.operands):
+            want = require(way, letters)
+            dearer = p.machine.factor(want) < p.machine.factor(state_of(p, choice, v))
+            if dearer and "all-gather" in p.graph.values[v].hides:
+                found += [(op.path, slot, v, want)] if v in seen else []
+                seen.add(v)
+    return found
+
+
 def _kept(p: Problem, choice: Choice) -> float:
-    """Bytes of gathered weights, if those of the forward pass are kept for the blocks that are computed again."""
+    """Bytes of gathered weights, if those of the forward pass are kept for the backward pass."""
     graph, blocks = p.graph, {path for path, _, _ in p.graph.again}
     inside = lambda path: any(path[:n] in blocks for n in range(1, len(path) + 1))
     reads = [
@@ -97,6 +111,8 @@ def _kept(p: Problem, choice: Choice) -> float:
         for v, letters in op.operands
     ]
     reads += [(m.source, *move_states(p, choice, m)) for m in graph.moves if inside(m.path)]
+    twice = {v: want for path, _, v, want in _gathered_again(p, choice) if not inside(path)}
+    reads += [(v, state_of(p, choice, v), want) for v, want in twice.items()]
     gathered = (
         graph.values[v].nbytes * max(0.0, 1 / p.machine.factor(want) - 1 / p.machine.factor(have))
         for v, have, want in reads
@@ -110,8 +126,7 @@ def _points(p: Problem, choice: Choice, ins: list[int | None], once: bool) -> li
 
     **Arguments:**
 
-    - `once`: weights may be gathered once for the forward pass and for blocks that are computed again. XLA does so
-        unless they come into these in pieces.
+    - `once`: weights may be gathered once for the forward and the backward pass. XLA does so unless it is kept from it.
     """
     graph, machine = p.graph, p.machine
     found: dict[tuple[tuple[int, ...], str, int], PartitionSpec] = {}
@@ -136,16 +151,13 @@ def _points(p: Problem, choice: Choice, ins: list[int | None], once: bool) -> li
             write(path, "out", 0, state_of(p, choice, out), out)
     for path, slot, v in (*graph.carries, *(() if once else graph.again)):
         write(path, "carry", slot, state_of(p, choice, v), v)
-    gathered: set[int] = set()
     for op, way in zip(graph.ops, choice.ways):
         for slot, (v, letters) in zip(op.slots, op.operands):
-            have, want = state_of(p, choice, v), require(way, letters)
-            if want != have or op.kind == "scatter":
+            want = require(way, letters)
+            if want != state_of(p, choice, v) or op.kind == "scatter":
                 write(op.path, "way", slot, want, v)
-            if "all-gather" in graph.values[v].hides and machine.factor(want) < machine.factor(have):
-                if v in gathered:
-                    write(op.path, "again", slot, want, v)
-                gathered.add(v)
         for slot, (v, _) in zip(op.out_slots, op.outs):
             write(op.path, "out", slot, state_of(p, choice, v), v)
+    for path, slot, v, want in () if once else _gathered_again(p, choice):
+        write(path, "again", slot, want, v)
     return [(path, side, slot, spec) for (path, side, slot), spec in found.items()]
