@@ -312,4 +312,5 @@ def test_weights_are_gathered_again_where_there_is_no_room(axis_type):
     again = lambda plan: [point for point in plan.inner if point[1] == "again"]
     assert least.bytes_per_device < ample.bytes_per_device
     assert again(least) and not again(ample)
+    assert eqshard.StepPlan.from_json(least.to_json()) == least
     check_equal(step, (ws, x), described, objective="memory")

@@ -60,7 +60,7 @@ class Alternative:
     """Why it lost."""
 
 
-SIDES = ("arg", "in", "way", "out", "carry", "result")
+SIDES = ("arg", "in", "again", "way", "out", "carry", "result")
 
 
 class StepPlan(Value):
