@@ -83,7 +83,20 @@ def recipes(mesh: eqshard.MeshSpec) -> dict[str, Recipe]:
         made["tp_fsdp_weights"] = replace(made["tp_fsdp"], used=False, pinned=False)
         experts = {"batch": every, "expert_batch": data, "expert": (model,)}
         made["ep"] = Recipe(weights={"expert": (model,)}, values=experts, spread=every)
+        made |= _along_other_axes(every, data, split)
     return made
+
+
+def _along_other_axes(every: Axes, data: Axes, split: Mapping[str, Axes]) -> dict[str, Recipe]:
+    """The same ideas with fewer axes, or more: nobody's choice on this mesh, but a planner has to know by how much."""
+    batch = {"batch": data, "expert_batch": data}
+    grid = {"embed": data, **split}
+    return {
+        "dp_1d": Recipe(values=batch),
+        "fsdp_1d": Recipe(values=batch, spread=data),
+        "tp_1d": Recipe(weights=dict.fromkeys(split, every), values=dict.fromkeys(split, every)),
+        "tp_2d": Recipe(weights=grid, values=grid),
+    }
 
 
 def hand_written(case: Case, mesh: eqshard.MeshSpec) -> dict[str, Layout]:
