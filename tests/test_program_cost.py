@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from program_checks import check_equal, EAGER, shape
 
 import eqshard
-from eqshard.program import _tune
+from eqshard.program import _study, _tune
 from eqshard.program._build import build
 from eqshard.program._cost import Machine
 from eqshard.program._fold import fold_alike
@@ -56,6 +56,37 @@ def test_repeated_layers_are_solved_once():
         p = problem(graph, Machine.of(eqshard.MeshSpec(data=2, tp=4, chip="v5e")), ins, {})
         sizes.append(len(fold_alike(graph, p.layouts, {}).ops))
     assert sizes[1] == sizes[0] <= 10
+
+
+@pytest.mark.parametrize("fixed", [{}, {1: P(("a", "b"))}, {1: P("a")}], ids=["free", "alike", "told apart"])
+def test_of_plans_with_equal_axes_exchanged_one_is_looked_at(monkeypatch, fixed):
+    def step(w, v, x):
+        return jax.grad(lambda w, v: jnp.mean((jnp.tanh(x @ w) @ v) ** 2), argnums=(0, 1))(w, v)
+
+    args = shape(512, 2048), shape(2048, 512), shape(1024, 512)
+    begun = study(trace(step, args), eqshard.MeshSpec(a=2, b=2, c=2, chip=EAGER), {}, None, 30.0)
+    one = begun.choose(fixed)
+    monkeypatch.setattr(_study, "without_mirrors", lambda p, fold, given: p)
+    every = begun.choose(fixed)
+    assert one.choice.seconds == pytest.approx(every.choice.seconds, rel=1e-2)
+    ways = [sum(map(len, chosen.p.ways)) for chosen in (one, every)]
+    assert ways[0] < ways[1]
+
+
+def test_what_a_loop_goes_through_is_read_and_written():
+    """A cache that a step of decoding goes through, layer by layer, and stacks again."""
+
+    def step(cache, x):
+        def layer(x, keys):
+            return x + keys.sum(axis=0), keys.at[0].set(x)
+
+        return jax.lax.scan(layer, x, cache)
+
+    args = shape(16, 4096, 4096), shape(4096)
+    one, eight = (eqshard.step_plan(step, *args, mesh=eqshard.MeshSpec(a=n, chip="v5e")) for n in (1, 8))
+    gone_through = 2 * 2 * 16 * 4096 * 4096 * 4 / 0.82e12
+    assert one.compute_seconds >= gone_through
+    assert eight.args[0][""].spec == P(None, None, "a") and eight.seconds < one.seconds / 4
 
 
 def test_a_constraint_of_the_program_is_paid_for():

@@ -8,7 +8,7 @@ from hypothesis import given, HealthCheck, settings, strategies as st
 
 from eqshard.program import _eliminate
 from eqshard.program._choices import Choices, Link, prune
-from eqshard.program._integer import CLOSE, select
+from eqshard.program._integer import _Program, CLOSE, select
 
 
 drawn = given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.booleans())
@@ -74,6 +74,19 @@ def test_what_is_left_out_is_never_needed(seed, sizes, limited):
     assert bool(still) == bool(fitting)
     if fitting:
         assert min(cost(choices, t) for t in still) == pytest.approx(min(cost(choices, t) for t in fitting))
+
+
+@settings(max_examples=150, deadline=None)
+@drawn
+def test_what_makes_the_linear_program_dearer_makes_every_selection_dearer(seed, sizes, limited):
+    choices = some_choices(seed, sizes, limited)
+    program = _Program(choices, [np.arange(len(c)) for c in choices.costs])
+    status, total, _, dearer = program.relaxed(10.0)
+    fitting = [t for t in every(range(len(c)) for c in choices.costs) if keeps_to_limits(choices, t)]
+    assert not fitting or status == 0
+    for taken in fitting:
+        for k, option in enumerate(taken):
+            assert cost(choices, taken) >= total + dearer[k][option] - 1e-6
 
 
 def test_a_limit_that_the_nearest_option_breaks():

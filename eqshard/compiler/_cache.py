@@ -26,7 +26,7 @@ def compile_cached(
         return compile_elsewhere(list(jobs), target, processes)
     where = pathlib.Path(folder)
     where.mkdir(parents=True, exist_ok=True)
-    files = [where / f"{_key(job, target)}.json.gz" for job in jobs]
+    files = [where / f"{job_key(job, target)}.json.gz" for job in jobs]
     known = {file: _read(file) for file in files}
     asked = {file: job for file, job in zip(files, jobs) if known[file] is None}
     for file, answer in zip(asked, compile_elsewhere(list(asked.values()), target, processes) if asked else ()):
@@ -36,7 +36,7 @@ def compile_cached(
     return [answer for answer in map(known.__getitem__, files) if answer is not None]
 
 
-def _key(job: Any, target: Target) -> str:
+def job_key(job: Any, target: Target) -> str:
     """By the program, not by the lines of the files it came from."""
     module = re.sub(r"(?m)^#loc.*\n| loc\(.*\)", "", job.exported.mlir_module())
     asked = module, job.shardings, job.donated, job.options, str(target), jax.__version__

@@ -13,8 +13,11 @@ from ._live import Alive, for_loops, worst_moments
 from ._ops import CONSTRAINTS, given, given_specs, opaque, OPERATIONS, OpRules, PRODUCTS, told
 from ._together import one_by_one, PINNED, TOGETHER
 from ._trace import CALLS, inner_jaxpr, LOOPS, recomputed, scan_parts, Traced
+from ._traffic import Readers, Traffic
 
 
+SLICED = 2.0
+"""How often what a loop goes through, or stacks, goes through memory for that: it is read, and written."""
 Env = dict[Any, int | None]
 """The value of each variable; None for scalars."""
 
@@ -41,6 +44,7 @@ def build(
     for v in closed.jaxpr.constvars:
         builder.new(env, v, 1.0)
     graph.live = builder.walk(closed.jaxpr, env, 1.0, ())
+    builder.traffic.leave(closed.jaxpr, env, 1.0)
     outs: list[int | None] = []
     for i, var in enumerate(closed.jaxpr.outvars):
         made = read(env, var)
@@ -62,6 +66,7 @@ def read(env: Env, var: Any) -> int | None:
 class _Builder:
     def __init__(self, rules: OpRules, early: dict[Any, bool], late: dict[Any, bool], sizes: tuple[int, ...]) -> None:
         self.graph = Graph()
+        self.traffic = Traffic(self.graph)
         self.rules = rules
         self.early, self.late = early, late
         self.sizes = sizes
@@ -88,21 +93,26 @@ class _Builder:
         """Reads a jaxpr's equations; returns the worst moments of its memory."""
         outer, self.shared = self.shared, _read_often(jaxpr)
         self.for_loops |= for_loops(jaxpr)
+        readers = Readers(jaxpr)
         inside = [
-            self.with_copies(self.equation(e, env, times, (*path, i)), (*path, i)) for i, e in enumerate(jaxpr.eqns)
+            self.with_copies(self.equation(e, env, times, (*path, i), readers), (*path, i))
+            for i, e in enumerate(jaxpr.eqns)
         ]
         copies = {v: copy for v, copy in self.shared.items() if copy is not None and self.early.get(v, False)}
         self.shared = outer
         return worst_moments(self.graph, jaxpr, env, inside, self.late, self.in_place if not path else (), copies)
 
-    def equation(self, eqn: Any, env: Env, times: float, path: Place) -> list[Alive]:
+    def equation(self, eqn: Any, env: Env, times: float, path: Place, readers: Readers) -> list[Alive]:
         name = eqn.primitive.name
         if name in CALLS and (inner := inner_jaxpr(eqn)) is not None:
-            return self.inline(eqn, inner[0], env, times, path)
+            return self.inline(eqn, inner[0], env, times, path, readers)
         ins = self.operands(eqn, env, times, path)
         if name in ("scan", "while", "cond"):
-            return getattr(self, name + "_")(eqn, ins, env, times, path)
+            moments = getattr(self, name + "_")(eqn, ins, env, times, path)
+            self.traffic.equation(eqn, ins, [env[v] for v in eqn.outvars], times, readers)
+            return moments
         at = Equation(eqn, ins, [self.new(env, v, times) for v in eqn.outvars], times, path)
+        self.traffic.equation(eqn, ins, at.outs, times, readers)
         pinned = name in PINNED or name == "conv_general_dilated"
         for i, v in enumerate(at.ins if pinned else ()):
             self.graph.pins += [(path, i, v, False)] if v is not None else []
@@ -154,7 +164,7 @@ class _Builder:
             found.append(known)
         return found
 
-    def inline(self, eqn: Any, jaxpr: Any, env: Env, times: float, path: Place) -> list[Alive]:
+    def inline(self, eqn: Any, jaxpr: Any, env: Env, times: float, path: Place, readers: Readers) -> list[Alive]:
         local: Env = {}
         for v in jaxpr.constvars:
             self.new(local, v, times)
@@ -164,11 +174,20 @@ class _Builder:
                 self.new(local, v, times)
             elif known is not None and times == 1 and recomputed(eqn) and self.early.get(v, False):
                 self.graph.again.append((path, i, known))
+        self.traffic.call(eqn, jaxpr)
         inside = self.walk(jaxpr, local, times, path)
         for v, outer in zip(eqn.outvars, jaxpr.outvars):
             env[v] = read(local, outer)
             if env[v] is None:
                 self.new(env, v, times)
+        self.traffic.back(eqn, jaxpr, env, readers)
+        return inside
+
+    def body(self, jaxpr: Any, env: Env, times: float, path: Place) -> list[Alive]:
+        """Reads a jaxpr whose arguments and results are in memory."""
+        self.traffic.enter(jaxpr, env)
+        inside = self.walk(jaxpr, env, times, path)
+        self.traffic.leave(jaxpr, env, times)
         return inside
 
     # Control flow: a body is read once, and what it carries lies before, inside and after in one way.
@@ -191,7 +210,7 @@ class _Builder:
                 self.stacked(ins[i], made, inner, path)
         for i in range(n_carry):
             self.graph.tied(local[body.invars[n_consts + i]], outs[i], None, times, path)
-        inside = self.walk(body, local, inner, path)
+        inside = self.body(body, local, inner, path)
         for i, v in enumerate(body.outvars):
             if i < n_carry:
                 self.graph.tied(read(local, v), local[body.invars[n_consts + i]], None, inner, path)
@@ -207,6 +226,7 @@ class _Builder:
         if inner is not None:
             pairs = [(d + 1, d) for d in range(len(self.graph.shape(inner)))]
             self.graph.tied(outer, inner, pairs, times, path)
+            self.traffic.note(inner, SLICED * times)
 
     def while_(self, eqn: Any, ins: list[int | None], env: Env, times: float, path: Place) -> list[Alive]:
         p = eqn.params
@@ -220,7 +240,7 @@ class _Builder:
         carries = body.invars[n_consts:]
         for v, out in zip(carries, outs):
             self.graph.tied(local[v], out, None, times, path)
-        inside = self.walk(body, local, times, path)
+        inside = self.body(body, local, times, path)
         for v, carry in zip(body.outvars, carries):
             self.graph.tied(read(local, v), local[carry], None, times, path)
         return inside
@@ -233,7 +253,7 @@ class _Builder:
             local: Env = dict(zip(branch.jaxpr.invars, ins[1:]))
             for v in branch.jaxpr.constvars:
                 self.new(local, v, times)
-            inside += self.walk(branch.jaxpr, local, times / len(branches), (*path, b))
+            inside += self.body(branch.jaxpr, local, times / len(branches), (*path, b))
             for v, out in zip(branch.jaxpr.outvars, outs):
                 self.graph.tied(read(local, v), out, None, times, path)
         return inside

@@ -120,7 +120,7 @@ class Graph:
     moves: list[Move] = field(default_factory=list)
     reductions: list[Reduction] = field(default_factory=list)
     traffic: list[tuple[int, float]] = field(default_factory=list)
-    """Values made by elementwise work, and how often."""
+    """Values that go through memory beside products, and how often."""
     carries: list[tuple[Place, int, int]] = field(default_factory=list)
     """Values that loops carry: the loop's place, which carry, the value inside."""
     again: list[tuple[Place, int, int]] = field(default_factory=list)

@@ -1,5 +1,6 @@
 """The cheapest selection of options: a linear program, mostly."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,18 +29,19 @@ def select(choices: Choices, seconds: float) -> tuple[list[int], float, float, i
     by one. Else a linear program is solved; where it comes out fractional, what is nearly whole is settled and the rest
     solved again. Its first solution bounds what any selection can reach, so it is known how far from the best the last
     one is. Only if that is too far, or nothing keeps to the limits with what was settled, the integer program is solved
-    as such.
+    as such, of the options that can be part of anything better: it is known by how much each makes the program dearer.
     """
     every = prune(choices, [np.arange(len(costs)) for costs in choices.costs])
     taken = eliminate(choices, every)
     if taken is not None and within_limits(choices, taken):
         return taken, total_of(choices, taken), 0.0, sum(map(len, every))
     alive, least, best, variables = every, 0.0, None, 0
+    dearer = [np.zeros(len(left)) for left in every]
     before, tried = every, {}
     for round_ in range(ROUNDS):
         program = _Program(choices, alive)
         variables = variables or program.variables
-        status, total, shares = program.relaxed(PATIENCE * seconds)
+        status, total, shares, reduced = program.relaxed(PATIENCE * seconds)
         if status == 2 and round_ == 0:
             return None
         if status == 2 and tried:
@@ -49,17 +51,25 @@ def select(choices: Choices, seconds: float) -> tuple[list[int], float, float, i
             continue
         if shares is None:
             break
-        least = total if round_ == 0 else least
+        if round_ == 0:
+            least, dearer = total, reduced
         tried = _nearest(shares, alive)
         if not tried:
             best = total, [int(left[np.argmax(x)]) for left, x in zip(alive, shares)]
             break
         before = [left[[int(np.argmax(x))]] if x.max() >= WHOLE else left for left, x in zip(alive, shares)]
         alive = prune(choices, [np.array([tried[k]]) if k in tried else left for k, left in enumerate(before)])
-    if best is None or _gap(best[0], least) > CLOSE:
-        status, other, bound = _Program(choices, every).whole(seconds)
-        least = max(least, bound)
-        best = other if best is None or (other is not None and other[0] < best[0]) else best
+    for window in (CLOSE * least, math.inf):
+        if best is not None and _gap(best[0], least) <= CLOSE:
+            break
+        # A selection with an option that makes the linear program dearer by the window is not within the window.
+        window = window if best is None else min(window, best[0] - least)
+        near = prune(choices, [left[costs <= window + SAME] for left, costs in zip(every, dearer)])
+        status, other, bound = _Program(choices, near).whole(seconds)
+        if other is not None and (best is None or other[0] < best[0]):
+            best = other
+        if window == math.inf or (best is not None and best[0] <= least + window):
+            least = max(least, bound)
         if status == 1 and (best is None or _gap(best[0], least) > 0.5):
             raise ShardingError(
                 f"the solver found no good choice in {seconds:g} s, for {variables} variables. Give it more "
@@ -82,6 +92,8 @@ class _Program:
         self.begin = dict(zip(self.open, np.cumsum([0, *(len(alive[k]) for k in self.open)]).tolist()))
         own = [choices.costs[k][left].copy() for k, left in enumerate(alive)]
         self.columns: list[np.ndarray] = []
+        self.pairs: list[tuple[Link, int, np.ndarray, np.ndarray]] = []
+        """Links with columns: the first of them, and which state of theirs the options of both choices have."""
         self.entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.integral = sum(len(alive[k]) for k in self.open)
         self.variables, self.height = self.integral, len(self.open)
@@ -113,6 +125,7 @@ class _Program:
             own[link.second] += table[0, b]
         else:
             self.columns.append(table.ravel())
+            self.pairs.append((link, self.variables, a, b))
             pairs = self.variables + np.arange(n * m)
             self.entries.append((self.height + np.repeat(np.arange(n), m), pairs, np.ones(n * m)))
             self.entries.append((self.height + n + np.tile(np.arange(m), n), pairs, np.ones(n * m)))
@@ -138,15 +151,19 @@ class _Program:
                     room[i] -= here[0]
         return equal, most, room
 
-    def _shares(self, x: np.ndarray) -> list[np.ndarray]:
-        one = np.ones(1)
-        return [x[self.begin[k] :][: len(left)] if k in self.begin else one for k, left in enumerate(self.alive)]
+    def _by_choice(self, x: np.ndarray, settled: np.ndarray) -> list[np.ndarray]:
+        return [x[self.begin[k] :][: len(left)] if k in self.begin else settled for k, left in enumerate(self.alive)]
 
-    def relaxed(self, seconds: float) -> tuple[int, float, list[np.ndarray] | None]:
-        """The linear program: a status, the cost and how much of each option is taken."""
+    def _shares(self, x: np.ndarray) -> list[np.ndarray]:
+        return self._by_choice(x, np.ones(1))
+
+    def relaxed(self, seconds: float) -> tuple[int, float, list[np.ndarray] | None, list[np.ndarray]]:
+        """The linear program: a status, the cost, how much of each option is taken, and by how much at least each would
+        make it dearer."""
+        none = [np.zeros(len(left)) for left in self.alive]
         if not self.open:
             within = within_limits(self.choices, [int(left[0]) for left in self.alive])
-            return (0, self.fixed, self._shares(np.zeros(0))) if within else (2, 0.0, None)
+            return (0, self.fixed, self._shares(np.zeros(0)), none) if within else (2, 0.0, None, none)
         from scipy.optimize import linprog  # noqa: PLC0415
 
         equal, most, room = self._matrices()
@@ -157,13 +174,24 @@ class _Program:
             b_eq=self.rhs,
             A_ub=most,
             b_ub=None if most is None else room,
-            bounds=(0, 1),
+            bounds=(0, None),
             method="highs-ds",  # the dual simplex ends in a corner, which is most often integral, and is the quickest
             options={"time_limit": seconds},
         )
         if result.x is None:
-            return int(result.status), 0.0, None
-        return int(result.status), float(result.fun * unit) + self.fixed, self._shares(result.x)
+            return int(result.status), 0.0, None, none
+        dearer = self._dearer(result.lower.marginals * unit)
+        return int(result.status), float(result.fun * unit) + self.fixed, self._shares(result.x), dearer
+
+    def _dearer(self, reduced: np.ndarray) -> list[np.ndarray]:
+        """By how much at least each option makes it dearer: by itself, and by the least of its pairs in each link."""
+        found = [costs.copy() for costs in self._by_choice(reduced, np.zeros(1))]
+        for link, start, a, b in self.pairs:
+            n, m = a.max() + 1, b.max() + 1
+            table = reduced[start : start + n * m].reshape(n, m)
+            found[link.first] += table.min(axis=1)[a]
+            found[link.second] += table.min(axis=0)[b]
+        return found
 
     def whole(self, seconds: float) -> tuple[int, tuple[float, list[int]] | None, float]:
         """The integer program: a status, the cost with the option taken of each choice, and what nothing is below."""

@@ -79,7 +79,7 @@ def _held(
     copies: Mapping[Any, int],
 ) -> tuple[list[list[int]], dict[int, int]]:
     """For each place the values that begin to take memory there, and for each such value where it ends."""
-    readers, products = _readers(jaxpr), _products(jaxpr)
+    readers, products = readers_of(jaxpr), products_of(jaxpr)
     looped = {v for eqn in jaxpr.eqns if eqn.primitive.name in LOOPS for v in eqn.invars if not isinstance(v, Literal)}
     of: dict[Any, frozenset[int]] = {}
     """For each variable the values in memory that it is made of."""
@@ -92,17 +92,18 @@ def _held(
         ins = [v for v in eqn.invars if not isinstance(v, Literal)]
         from_ = frozenset[int]().union(*(of.get(v, frozenset()) for v in ins))
         begin = []
-        takes_long = _dear(eqn, dear)
+        long = takes_long(eqn, dear)
         for v in eqn.outvars:
             value = env.get(v)
-            # What several read is made for each, unless it is made of much, or takes long and is for several products.
-            much = value is not None and _large(graph, from_, value) > 1
-            again = readers.get(v, 0) == 1 or not (much or (takes_long and products.get(v, 0) > 1))
             if value is None or v not in readers or (v in in_place and eqn.primitive.name != "scan"):
                 of[v] = frozenset()
-            elif fused(eqn) and v not in looped and again:
+            elif (
+                fused(eqn)
+                and v not in looped
+                and not kept_apart(graph, from_, value, long, readers.get(v, 0), products.get(v, 0))
+            ):
                 of[v] = from_
-                dear |= {v} if takes_long else set()
+                dear |= {v} if long else set()
             else:
                 of[v] = frozenset((value,))
                 begin.append(value)
@@ -120,15 +121,16 @@ def _held(
 _DEAR = frozenset("div erf erfc erf_inv exp exp2 expm1 log log1p logistic pow rsqrt sin cos sqrt tan tanh".split())
 
 
-def _dear(eqn: Any, dear: set[Any]) -> bool:
+def takes_long(eqn: Any, dear: set[Any]) -> bool:
+    """Whether an equation, or what it reads of those in `dear`, is more than a few additions."""
     size = max((math.prod(v.aval.shape) for v in eqn.outvars), default=1)
     ins = [v for v in eqn.invars if not isinstance(v, Literal) and SPREAD * math.prod(v.aval.shape) > size]
     if eqn.primitive.name in CALLS and (inner := inner_jaxpr(eqn)) is not None:
-        return any(_dear(e, dear) for e in inner[0].eqns) or any(v in dear for v in ins)
+        return any(takes_long(e, dear) for e in inner[0].eqns) or any(v in dear for v in ins)
     return eqn.primitive.name in _DEAR or any(v in dear for v in ins)
 
 
-def _products(jaxpr: Any) -> dict[Any, int]:
+def products_of(jaxpr: Any) -> dict[Any, int]:
     """How many products read each variable, as it is or turned."""
     found: dict[Any, int] = {}
     for eqn in reversed(jaxpr.eqns):
@@ -138,6 +140,12 @@ def _products(jaxpr: Any) -> dict[Any, int]:
             if not isinstance(v, Literal):
                 found[v] = found.get(v, 0) + reads
     return found
+
+
+def kept_apart(graph: Graph, of: Iterable[int], value: int, long: bool, readers: int, products: int) -> bool:
+    """Whether elementwise work is done once for all that read it: if it is made of much, or takes long and is for
+    several products."""
+    return readers > 1 and (_large(graph, of, value) > 1 or (long and products > 1))
 
 
 def _large(graph: Graph, values: Iterable[int], value: int) -> int:
@@ -153,7 +161,7 @@ def fused(eqn: Any) -> bool:
     return eqn.primitive.name in _FUSED_AWAY and not strided
 
 
-def _readers(jaxpr: Any) -> dict[Any, int]:
+def readers_of(jaxpr: Any) -> dict[Any, int]:
     """How many equations read each variable; a result is read once more."""
     found: dict[Any, int] = {}
     for side in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars):

@@ -1,9 +1,12 @@
 """What may be chosen: a layout for each cluster, a way to run each operation."""
 
 import itertools
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from ._cost import Machine, State
+from ._fold import Fold
 from ._graph import Graph, Letters, Op
 
 
@@ -91,3 +94,23 @@ def problem(graph: Graph, machine: Machine, args: list[int | None], fixed: dict[
     made |= {graph.cluster(v) for v in args if v is not None} | {graph.cluster(m.target) for m in graph.moves}
     ways = [ways_of(op, machine) for op in graph.ops]
     return Problem(graph, machine, layouts, ways, set(used) - made)
+
+
+def without_mirrors(p: Problem, fold: Fold, given: Iterable[Layout]) -> Problem:
+    """Leaves out ways of the heaviest operation that are others with equal axes exchanged: so would be all the rest.
+
+    **Arguments:**
+
+    - `given`: layouts that are fixed, and may tell axes apart.
+    """
+    ops, machine = p.graph.ops, p.machine
+    told = [*given, *(ways[0] for op, ways in zip(ops, p.ways) if op.axes is not None)]
+    of_axis = list(zip(machine.sizes, machine.bandwidths, *told))
+    alike = [(a, b) for a, b in itertools.combinations(range(len(of_axis)), 2) if of_axis[a] == of_axis[b]]
+    free = [f for f in fold.ops if ops[f].axes is None]
+    if not alike or not free:
+        return p
+    heaviest = max(free, key=lambda f: fold.ops[f] * ops[f].times * ops[f].flops)
+    rank = lambda letter: letter if letter >= 0 else math.inf
+    ways = [way for way in p.ways[heaviest] if all(rank(way[a]) <= rank(way[b]) for a, b in alike)]
+    return replace(p, ways=[ways if f == heaviest else mine for f, mine in zip(fold.op, p.ways)])

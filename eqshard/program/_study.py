@@ -18,17 +18,19 @@ from ._graph import Graph
 from ._links import own_seconds
 from ._ops import OpRules
 from ._price import in_flight
-from ._problem import Layout, Problem, problem, project
+from ._problem import Layout, Problem, problem, project, without_mirrors
 from ._solve import Choice, solve
 from ._trace import Traced
 
 
 HOST_BANDWIDTH = 10e9
 """Bytes a second from the host to a device."""
+AT_REST = 0.1
+"""How often what stays on the devices goes through memory for lying there: little, so that it decides what is equal."""
 TRIES = 4
 """How often a choice that does not fit with what is in flight is made again with less room."""
-BYTES_FIRST = 1e-6
-"""Seconds that a byte counts as where memory is what matters."""
+BYTES_FIRST = 1e-9
+"""Seconds that a byte counts as where memory is what matters: not more, for bytes are not known to a thousandth."""
 
 Bytes = dict[int, np.ndarray]
 """For each cluster the bytes on a device in each of its layouts."""
@@ -69,10 +71,11 @@ class Study:
         }
         p = problem(self.graph, machine, self.ins, anchored)
         own = own_seconds(p)
-        _add_reading(p, own, self.ins, arriving(self.traced))
+        _add_arguments(p, own, self.ins, arriving(self.traced))
         rows = _memory_rows(p, self.ins)
         aim = own if self.objective == "time" else _bytes_first(own, rows)
         fold = fold_alike(self.graph, p.layouts, anchored)
+        p = without_mirrors(p, fold, anchored.values())
         room = self.limit
         for _ in range(TRIES):
             choice = solve(p, fold, aim, [] if room is None else [(row, room) for row in rows], seconds=self.seconds)
@@ -125,12 +128,12 @@ def as_spec(state: State, machine: Machine, rank: int) -> PartitionSpec:
     return canonical(PartitionSpec(*entries))
 
 
-def _add_reading(p: Problem, own: dict[int, np.ndarray], ins: list[int | None], arriving: set[int]) -> None:
-    """Arguments are read once; batches come from the host first."""
+def _add_arguments(p: Problem, own: dict[int, np.ndarray], ins: list[int | None], arriving: set[int]) -> None:
+    """Batches come from the host; and whoever reads a piece of what lies whole must cut it out."""
     for i, v in enumerate(ins):
         if v is not None:
             c, dims, nbytes = p.graph.cluster(v), p.graph.dims(v), p.graph.values[v].nbytes
-            seconds = p.machine.stream(nbytes) + (nbytes / HOST_BANDWIDTH if i in arriving else 0.0)
+            seconds = nbytes / HOST_BANDWIDTH if i in arriving else AT_REST * p.machine.stream(nbytes)
             own[c] = own[c] + [seconds / p.machine.factor(project(lay, dims)) for lay in p.layouts[c]]
 
 

@@ -42,7 +42,6 @@ def elementwise(graph: Graph, at: Equation) -> None:
             if a is not None and len(graph.shape(a)) == len(graph.shape(out)):
                 pairs = [(d, d) for d, (n, m) in enumerate(zip(graph.shape(a), graph.shape(out))) if n == m]
                 _spread(graph, at, a, out, pairs)
-        graph.traffic.append((out, at.times))
 
 
 def one_by_one(graph: Graph, at: Equation) -> None:
@@ -66,7 +65,6 @@ def reduction(graph: Graph, at: Equation, whole: bool = False) -> None:
     if out is not None:
         graph.tie(a, out, list(zip(kept, range(len(kept)))))
     graph.reductions.append(Reduction(a, names, -1 if out is None else out, at.times))
-    graph.traffic.append((a, at.times * 0.5))
 
 
 def along(graph: Graph, at: Equation) -> None:
@@ -143,7 +141,6 @@ def stack(graph: Graph, at: Equation) -> None:
         graph.tied(*ends, at.times, at.path)
     if whole is not None:
         graph.whole(whole, axis)
-        graph.traffic.append((whole, at.times))
 
 
 def pad(graph: Graph, at: Equation) -> None:

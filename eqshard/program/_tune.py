@@ -14,6 +14,7 @@ from ._candidates import candidates, Said
 from ._constrain import constrain
 from ._step import Alternative, StepPlan
 from ._study import Study
+from ._write import written
 
 
 WHOLE_GATHERS = (("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000"),)
@@ -54,22 +55,27 @@ class Tuning:
     say: Callable[[str], None]
 
     def best(self, study: Study, said: Said) -> StepPlan:
-        """The best of the first candidates by the compiler; made again with less room if none fits by its count."""
+        """The best of the first candidates by the compiler; made again with less room if none fits by its count.
+
+        If by the planner's count there is nothing smaller, the compiler has the last word on what takes least.
+        """
         tried: list[_Tried] = []
         room = study.limit
         for _ in range(AGAIN):
             try:
-                found = list(self._compiled(replace(study, limit=room), study.limit, said))
+                found = list(self._compiled(_distinct(replace(study, limit=room), said, self._where), study))
             except BudgetError:
-                if not tried:
-                    raise
-                break  # by the planner's count there is nothing smaller; by the compiler's nothing has fitted
+                break
             tried += found
             if any(t.fits for t in found) or study.limit is None or room is None:
                 break
             least = min(t.report.bytes_per_device for t in found)
             room *= 0.95 * study.limit / max(least, study.limit)
             self.say(f"  none fits: planned again for {size_text(room)}, as the compiler takes more than was predicted")
+        if not any(t.fits for t in tried):
+            smallest = replace(study, limit=None, objective="memory")
+            plan = written(smallest, smallest.choose(said))
+            tried += self._compiled(iter([("the plan that takes least", plan)]), study)
         best = min(tried, key=lambda t: (t.seconds, t.report.bytes_per_device))
         if not best.fits:
             raise BudgetError(
@@ -84,14 +90,17 @@ class Tuning:
         )
         return replace(best.plan, notes=(*best.plan.notes, note), alternatives=tuple(map(_alternative, others)))
 
-    def _compiled(self, study: Study, limit: float | None, said: Said) -> Iterator[_Tried]:
-        where = None if self.target is None else as_target(self.target)
+    @property
+    def _where(self) -> Target | None:
+        return None if self.target is None else as_target(self.target)
+
+    def _compiled(self, plans: Iterator[tuple[str, StepPlan]], study: Study) -> Iterator[_Tried]:
         kept = sorted({study.traced.ins[i].arg for i in study.traced.kept.values()})
-        for n, (name, plan) in enumerate(itertools.islice(_distinct(study, said, where), self.most), 1):
+        for n, (name, plan) in enumerate(itertools.islice(plans, self.most), 1):
             self.say(f"compiling candidate {n} of at most {self.most}: {name}")
             program = Program(constrain(plan, self.fn), self.args, plan.args, tuple(kept), dict(plan.options))
-            report = compile_reports([program], target=where, cache=self.cache)[0]
-            one = _Tried(name, plan, report, limit)
+            report = compile_reports([program], target=self._where, cache=self.cache)[0]
+            one = _Tried(name, plan, report, study.limit)
             self.say(f"  {_verdict(one)}")
             yield one
 

@@ -4,8 +4,10 @@
 
 Prints for each the estimated time of a step, the bytes a chip sends and holds, and how long compiling took. What the
 compiler said is kept in the folder, by the program it was asked about, so that only what changed is compiled again;
-estimates are made anew each time. A layout with a `+` behind its name, as `fsdp+`, takes from it only how the arguments
-lie: the rest is planned, and written in.
+estimates are made anew each time. All of it together takes hours, so what comes out is also kept in `zoo_record.jsonl`
+beside this file, a line for each program, target, and way to read what the compiler said. What is in there is not asked
+again, unless with `--anew`. A layout with a `+` behind its name, as `fsdp+`, takes from it only how the arguments lie:
+the rest is planned, and written in.
 
     python tests/benchmarks/zoo.py --cases mlp --order --layouts dp,zero1,fsdp,megatron,tp_fsdp,planned,dp+,fsdp+
     python tests/benchmarks/zoo.py --cases mlp --budgets 1,0.5,0.25
@@ -15,12 +17,15 @@ the memory that replication takes.
 """
 
 import argparse
+import functools
+import hashlib
+import json
 import math
 import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -32,8 +37,8 @@ sys.path[0] = str(pathlib.Path(__file__).parents[1])
 import zoo  # noqa: E402
 
 import eqshard  # noqa: E402
-from eqshard.compiler import as_target, CompileReport, Program, Target  # noqa: E402
-from eqshard.compiler._cache import compile_cached  # noqa: E402
+from eqshard.compiler import as_target, Program, Target  # noqa: E402
+from eqshard.compiler._cache import compile_cached, job_key  # noqa: E402
 from eqshard.compiler._compile import report_on  # noqa: E402
 from eqshard.compiler._program import flatten, lower_for  # noqa: E402
 
@@ -43,12 +48,61 @@ HAND_WRITTEN = ("dp", "zero1", "fsdp", "megatron", "tp_fsdp", "ep")
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What the compiler made of a program."""
+
+    seconds: float
+    """Of a step, by its estimate."""
+    nbytes: int
+    """Of a device."""
+    wire_bytes: int
+    fits: bool
+    compile_seconds: float
+
+
+@functools.cache
+def reader() -> str:
+    """A digest of what reads compiled programs: other estimates are other measurements."""
+    root = pathlib.Path(eqshard.__file__).parent
+    files = [root / "_chip.py", *sorted((root / "compiler").glob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was measured before, in a file of which each line is one program."""
+
+    file: pathlib.Path
+    anew: bool
+
+    def find(self, key: str) -> Measured | None:
+        if self.anew or not self.file.exists():
+            return None
+        lines = map(json.loads, self.file.read_text().splitlines())
+        return next((Measured(**known["measured"]) for known in lines if known["key"] == key), None)
+
+    def add(self, key: str, name: str, measured: Measured) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps({"name": name, "key": key, "measured": asdict(measured)}) + "\n")
+
+
+@dataclass(frozen=True)
+class Where:
+    """What is compiled for, and where answers are kept."""
+
+    target: Target
+    mesh: eqshard.MeshSpec
+    cache: pathlib.Path | None
+    record: Record
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the table."""
 
     case: str
     layout: str
-    report: CompileReport | None
+    report: Measured | None
     planning: float = 0.0
     """Seconds to find the layout."""
     predicted: tuple[float, float] = (0.0, 0.0)
@@ -57,7 +111,7 @@ class Row:
 
     @property
     def milliseconds(self) -> float:
-        return self.report.step_seconds * 1e3 if self.report is not None and self.report.fits else math.inf
+        return self.report.seconds * 1e3 if self.report is not None and self.report.fits else math.inf
 
 
 def planned(case: zoo.Case, mesh: eqshard.MeshSpec, name: str = "planned", **options: Any) -> zoo.Layout:
@@ -87,13 +141,20 @@ def folder_of(case: zoo.Case, layout: str, cache: pathlib.Path | None) -> pathli
     return None if cache is None else cache / f"{case.name}-{case.size}-{layout}"
 
 
-def measure(case: zoo.Case, layout: zoo.Layout, target: Target, cache: pathlib.Path | None) -> CompileReport:
-    """What the compiler makes of a layout, from the cache if it was asked before."""
+def measure(case: zoo.Case, layout: zoo.Layout, where: Where) -> Measured:
+    """What the compiler makes of a layout, from the record or the cache if it was asked before."""
+    target = where.target
     flat = flatten(Program(layout.step, case.args, layout.plans, case.donate, layout.options), target)
     job, flops = lower_for(flat, target)
-    answer = compile_cached([job], target, 1, folder_of(case, layout.name, cache))[0]
-    chip = flat.mesh.chip or eqshard.CHIPS[target.chip]
-    return report_on(flat, answer, flops, chip, str(target))
+    key = f"{job_key(job, target)}-{reader()}"
+    if (known := where.record.find(key)) is not None:
+        return known
+    answer = compile_cached([job], target, 1, folder_of(case, layout.name, where.cache))[0]
+    r = report_on(flat, answer, flops, flat.mesh.chip or eqshard.CHIPS[target.chip], str(target))
+    wire = 0 if r.refused else r.wire_bytes
+    found = Measured(r.step_seconds, r.bytes_per_device, wire, r.fits, r.compile_seconds)
+    where.record.add(key, f"{case.name}-{case.size} {layout.name} {target}", found)
+    return found
 
 
 def mesh_of(target: Target, axes: str | None) -> eqshard.MeshSpec:
@@ -107,25 +168,18 @@ def mesh_of(target: Target, axes: str | None) -> eqshard.MeshSpec:
     return eqshard.MeshSpec(sizes, chip=target.chip)
 
 
-def rows_of(
-    case: zoo.Case,
-    wanted: list[str],
-    target: Target,
-    mesh: eqshard.MeshSpec,
-    cache: pathlib.Path | None,
-    priced: bool = False,
-) -> Iterator[Row]:
+def rows_of(case: zoo.Case, wanted: list[str], where: Where, priced: bool = False) -> Iterator[Row]:
     """A row for each wanted layout that the case has; all of them if none is named."""
-    layouts = case.layouts(mesh)
+    layouts = case.layouts(where.mesh)
     for name in wanted or [*layouts, "planned"]:
         if name.removesuffix("+") not in layouts and name != "planned":
             continue
         began = time.perf_counter()
         try:
-            layout = found(case, mesh, name, layouts, priced)
+            layout = found(case, where.mesh, name, layouts, priced)
             planning = time.perf_counter() - began if name == "planned" else 0.0
             predicted = layout.seconds, layout.nbytes
-            yield Row(case.name, name, measure(case, layout, target, cache), planning, predicted)
+            yield Row(case.name, name, measure(case, layout, where), planning, predicted)
         except (ImportError, eqshard.ShardingError) as error:
             yield Row(case.name, name, None, failure=f"{type(error).__name__}: {error}".splitlines()[0][:100])
 
@@ -136,13 +190,13 @@ def line(row: Row, best: float | None) -> str:
     if row.report is None:
         return f"{start} {row.failure} |  |  |  |  |  |"
     r = row.report
-    step = f"{r.step_seconds * 1e3:.1f}" if r.fits else "does not fit"
+    step = f"{r.seconds * 1e3:.1f}" if r.fits else "does not fit"
     ratio = f"{row.milliseconds / best:.2f}" if best and r.fits else ""
     took = f"{r.compile_seconds:.0f}" + (f" + {row.planning:.1f}" if row.planning else "")
-    wire = f"{r.wire_bytes / 1e6:.0f}" if not r.refused else ""
+    wire = f"{r.wire_bytes / 1e6:.0f}" if r.fits else ""
     seconds, nbytes = row.predicted
     guess = f"{seconds * 1e3:.1f} ms, {nbytes / 1e9:.2f} GB" if seconds else ""
-    return f"{start} {step} | {ratio} | {wire} | {r.bytes_per_device / 1e9:.2f} | {took} | {guess} |"
+    return f"{start} {step} | {ratio} | {wire} | {r.nbytes / 1e9:.2f} | {took} | {guess} |"
 
 
 def agreement(rows: Sequence[Row]) -> tuple[float, int]:
@@ -154,27 +208,30 @@ def agreement(rows: Sequence[Row]) -> tuple[float, int]:
     return (float(spearmanr(predicted, compiled)[0]) if len(known) > 2 else math.nan), len(known)
 
 
-def budgets(
-    case: zoo.Case, parts: Sequence[float], target: Target, mesh: eqshard.MeshSpec, cache: pathlib.Path | None
-) -> Iterator[str]:
+def budgets(case: zoo.Case, parts: Sequence[float], where: Where) -> Iterator[str]:
     """For parts of what replication takes by the compiler's count: what a plan for it takes, or that there is none."""
-    whole = measure(case, case.layouts(mesh)["dp"], target, cache).bytes_per_device
+    mesh = where.mesh
+    whole = measure(case, case.layouts(mesh)["dp"], where).nbytes
     yield f"| {case.name} | replicated |  |  | {whole / 1e9:.2f} |"
     for part in parts:
         room = part * whole
-        options = {"max_bytes": room, "tune": 1, "target": target, "cache": folder_of(case, "planned", cache)}
+        options = {
+            "max_bytes": room,
+            "tune": 1,
+            "target": where.target,
+            "cache": folder_of(case, "planned", where.cache),
+        }
         start = f"| {case.name} | {part:g} | {room / 1e9:.2f} |"
         try:
             layout = planned(case, mesh, **options)
         except eqshard.BudgetError as error:
             least = planned(case, mesh, "least", objective="memory", max_bytes=1e15)
-            report = measure(case, least, target, cache)
-            reached = f"{report.bytes_per_device / 1e9:.2f} by the plan that takes least"
+            reached = f"{measure(case, least, where).nbytes / 1e9:.2f} by the plan that takes least"
             yield f"{start} {str(error).splitlines()[0][:60]} | {reached} |"
             continue
-        report = measure(case, layout, target, cache)
-        verdict = "fits" if report.bytes_per_device <= room else "**does not fit**"
-        yield f"{start} {layout.nbytes / 1e9:.2f} | {report.bytes_per_device / 1e9:.2f}, {verdict} |"
+        taken = measure(case, layout, where).nbytes
+        verdict = "fits" if taken <= room else "**does not fit**"
+        yield f"{start} {layout.nbytes / 1e9:.2f} | {taken / 1e9:.2f}, {verdict} |"
 
 
 def main() -> None:
@@ -188,9 +245,11 @@ def main() -> None:
     parser.add_argument("--order", action="store_true", help="say how the orders of predicted and compiled times agree")
     parser.add_argument("--budgets", default="", help="parts of the memory of replication to plan for, as 1,0.5,0.25")
     parser.add_argument("--cache", type=pathlib.Path, default=None, help="a folder for what the compiler said")
+    parser.add_argument("--anew", action="store_true", help="compile also what is in the record")
     given = parser.parse_args()
     target = as_target(given.target)
-    mesh = mesh_of(target, given.mesh)
+    record = Record(pathlib.Path(__file__).with_name("zoo_record.jsonl"), given.anew)
+    where = Where(target, mesh_of(target, given.mesh), given.cache, record)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", min(target.size, 512))
     if given.cache is not None:
@@ -200,7 +259,7 @@ def main() -> None:
         print("| case | part | GB | predicted | compiled |\n|---|---|---|---|---|")
         for name in given.cases.split(","):
             parts = [float(part) for part in given.budgets.split(",")]
-            for text in budgets(zoo.case(name, given.size), parts, target, mesh, given.cache):
+            for text in budgets(zoo.case(name, given.size), parts, where):
                 print(text, flush=True)
         return
     print(
@@ -209,11 +268,13 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     ratios = []
     for name in given.cases.split(","):
-        rows = list(rows_of(zoo.case(name, given.size), wanted, target, mesh, given.cache, given.order))
-        best = min((r.milliseconds for r in rows if r.layout in HAND_WRITTEN), default=math.inf)
-        ratios += [r.milliseconds / best for r in rows if r.layout == "planned" and math.isfinite(best)]
-        for row in rows:
-            print(line(row, best if math.isfinite(best) else None), flush=True)
+        rows: list[Row] = []
+        for row in rows_of(zoo.case(name, given.size), wanted, where, given.order):
+            rows.append(row)
+            best = min((r.milliseconds for r in rows if r.layout in HAND_WRITTEN), default=math.inf)
+            by_hand = row.layout in HAND_WRITTEN  # of these the best is not known yet
+            print(line(row, best if math.isfinite(best) and not by_hand else None), flush=True)
+            ratios += [row.milliseconds / best] if row.layout == "planned" and math.isfinite(best) else []
         if given.order:
             print("| {} | order | {:.3f} over {} layouts |  |  |  |  |  |".format(name, *agreement(rows)), flush=True)
     known = [r for r in ratios if math.isfinite(r)]

@@ -99,7 +99,7 @@ def loss(model: ResNet, batch: Any, c: Config, hooks: Hooks) -> Array:
 MODEL = Model(
     sizes={
         "tiny": Config(8, image=32, width=8, blocks=(1, 1), classes=16, groups=4, compute="float32"),
-        "bench": Config(1024, image=224, width=64, blocks=(3, 4, 6, 3), classes=1000),
+        "bench": Config(1024, image=224, width=64, blocks=(2, 2, 2, 2), classes=1000),
     },
     init=ResNet,
     batch=batch,

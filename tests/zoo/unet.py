@@ -151,7 +151,7 @@ def loss(model: UNet, batch: Any, c: Config, hooks: Hooks) -> Array:
 MODEL = Model(
     sizes={
         "tiny": Config(8, image=16, width=8, factors=(1, 2), blocks=1, heads=4, groups=4, compute="float32"),
-        "bench": Config(256, image=64, width=192, factors=(1, 2, 4), blocks=1, heads=8),
+        "bench": Config(512, image=32, width=256, factors=(1, 2), blocks=1, heads=8),
     },
     init=UNet,
     batch=batch,
