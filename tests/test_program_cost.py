@@ -273,8 +273,38 @@ def test_tuning_says_what_the_compiler_said_where_nothing_smaller_can_be_planned
         fits, step_seconds, bytes_per_device = True, 1.0, 50e6
 
     monkeypatch.setattr(_tune, "compile_reports", lambda programs, **_: [object.__new__(Huge)])
-    with pytest.raises(eqshard.BudgetError, match=r"fits by the compiler.*does not fit: 0.05 GB"):
+    with pytest.raises(eqshard.BudgetError, match=r"none fits by the compiler.*does not fit: 0.05 GB"):
         eqshard.step_plan(step, *args, mesh=eqshard.MeshSpec(a=8), max_bytes=5e6, tune=1, target="cpu:8")
+
+
+def test_where_nothing_fits_by_the_planner_the_compiler_is_asked_about_what_takes_least(monkeypatch):
+    step, args = lambda w, x: w - x.T @ (x @ w), (shape(512, 512), shape(512, 512))
+    mesh, said = eqshard.MeshSpec(a=8), []
+
+    class Small(eqshard.CompileReport):
+        fits, step_seconds, bytes_per_device = True, 1.0, 1e5
+
+    monkeypatch.setattr(_tune, "compile_reports", lambda programs, **_: [object.__new__(Small)])
+    plan = lambda most, **tuned: eqshard.step_plan(step, *args, mesh=mesh, max_bytes=most, **tuned)
+    with pytest.raises(eqshard.BudgetError, match="by the planner's count"):
+        plan(2e5)
+    found = plan(2e5, tune=2, target="cpu:8", progress=said.append)
+    assert "the plan that takes least was the best of 1 by the compiler" in found.notes[-1]
+    assert sum("compiling" in line for line in said) == 1
+    with pytest.raises(eqshard.BudgetError, match="the plan that takes least: does not fit: 0.0001 GB"):
+        plan(5e4, tune=2, target="cpu:8")
+
+
+def test_what_is_cut_along_two_dimensions_is_gathered_in_tiles():
+    machine = Machine.of(eqshard.MeshSpec(a=4, b=4, chip="v5e"))
+    (tiles,) = machine.moves(1e9, (0, 1), (-1, -1))
+    (rows,) = machine.moves(1e9, (0, 0), (-1, -1))
+    assert (tiles[0], rows[0]) == ("gather of tiles", "all-gather") and tiles[1] == rows[1] == (0, 1)
+    assert tiles[3] > 1.5 * rows[3]
+    early = ("all-gather",)
+    assert machine.exposed(tiles, early) == tiles[3] and machine.exposed(rows, early) < 0.3 * rows[3]
+    elsewhere = Machine.of(eqshard.MeshSpec(a=4, b=4, chip="h100"))
+    assert [t[0] for t in elsewhere.moves(1e9, (0, 1), (-1, -1))] == ["all-gather"] * 2
 
 
 def test_a_tpu_fills_up_tiles():

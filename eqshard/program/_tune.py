@@ -79,7 +79,7 @@ class Tuning:
         best = min(tried, key=lambda t: (t.seconds, t.report.bytes_per_device))
         if not best.fits:
             raise BudgetError(
-                f"none of {len(tried)} candidates fits by the compiler: "
+                f"of {len(tried)} candidates none fits by the compiler: "
                 + "; ".join(f"{t.name}: {_verdict(t)}" for t in tried)
                 + ".\n  Ways out: a larger mesh, remat, a smaller batch, or optimizer state on the host."
             )
