@@ -291,7 +291,7 @@ def test_where_nothing_fits_by_the_planner_the_compiler_is_asked_about_what_take
     found = plan(2e5, tune=2, target="cpu:8", progress=said.append)
     assert "the plan that takes least was the best of 1 by the compiler" in found.notes[-1]
     assert sum("compiling" in line for line in said) == 1
-    with pytest.raises(eqshard.BudgetError, match="the plan that takes least: does not fit: 0.0001 GB"):
+    with pytest.raises(eqshard.BudgetError, match=r"the plan that takes least: does not fit: 0\.0001 GB"):
         plan(5e4, tune=2, target="cpu:8")
 
 

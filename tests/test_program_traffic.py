@@ -39,6 +39,7 @@ def loop(x):
         (lambda x, w: jnp.tanh(x @ w), 2, 1.0),  # a product's result is worked on before it is written
         (lambda x: jnp.exp(x[: N // 2]), 1, 1.0),  # of a slice only the slice
         (lambda x, y: x + y.T, 2, 3.0),
+        (lambda x: jax.lax.optimization_barrier(x.reshape(-1)), 1, 0.0),  # the same under another name
         (lambda x: x.at[0].set(1.0), 1, 0.0),  # next to nothing, in place
         (loop, 1, 2.0 + 2.0 + 2.0),  # taken apart, worked on, put together
     ],

@@ -180,7 +180,7 @@ class _Program:
         )
         if result.x is None:
             return int(result.status), 0.0, None, none
-        dearer = self._dearer(result.lower.marginals * unit)
+        dearer = self._dearer(result.lower.marginals * unit) if result.status == 0 else none
         return int(result.status), float(result.fun * unit) + self.fixed, self._shares(result.x), dearer
 
     def _dearer(self, reduced: np.ndarray) -> list[np.ndarray]:

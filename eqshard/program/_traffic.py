@@ -11,14 +11,16 @@ from jax.extend.core import Literal
 
 from ._graph import Graph
 from ._live import fused, kept_apart, products_of, readers_of, takes_long
-from ._ops import PRODUCTS
+from ._ops import CONSTRAINTS, PRODUCTS
 from ._trace import LOOPS
 
 
 Values = frozenset[int]
 NONE: Values = frozenset()
-# These touch as much as they take out or put in, however much that is a part of.
+# These touch as much as they take out or put in, whatever that is a part of.
 _TAKES = frozenset(("slice", "dynamic_slice", "gather"))
+_SAME = CONSTRAINTS | {"optimization_barrier", "reshape", "squeeze", "expand_dims"}
+"""Other names for what is in memory."""
 _PUTS = {"dynamic_update_slice": 1, **{f"scatter{n}": 2 for n in ("", "-add", "-mul", "-min", "-max", "-sub")}}
 
 
@@ -76,6 +78,10 @@ class Traffic:
         elif name in PRODUCTS:  # they read and write while they multiply
             self.of.update((v, _one(out) if readers.count(v) > 1 else NONE) for v, out in zip(eqn.outvars, outs))
             self.at_hand = {v for v in outs if v is not None}
+        elif name in _SAME:
+            for v, out, i, of in zip(eqn.outvars, outs, ins, reads):
+                self.of[v] = _one(out) if of == _one(i) else of
+                self.at_hand |= _one(out) if i in self.at_hand else NONE
         elif name in _TAKES:
             self.of[eqn.outvars[0]] = _one(outs[0])
             if not fused(eqn):
