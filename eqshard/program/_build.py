@@ -23,7 +23,7 @@ Env = dict[Any, int | None]
 
 
 def build(
-    traced: Traced, rules: OpRules, sizes: Sequence[int] = ()
+    traced: Traced, rules: OpRules, sizes: Sequence[int] = (), as_written: bool = False
 ) -> tuple[Graph, list[int | None], list[int | None]]:
     """The graph of a program, and the values of its arguments and results (None for scalars).
 
@@ -31,12 +31,13 @@ def build(
 
     - `rules`: letters of operations that are not known here.
     - `sizes`: of the mesh axes.
+    - `as_written`: price the program as it stands, not as `constrain` writes it.
     """
     closed, kept = traced.jaxpr, traced.kept
     stays = set(kept.values())
     early = [i in stays or leaf.arg == 0 for i, leaf in enumerate(traced.ins)]
     late = [i in kept for i in range(len(traced.outs))]
-    builder = _Builder(rules, *flow(closed.jaxpr, early, late), tuple(sizes))
+    builder = _Builder(rules, *flow(closed.jaxpr, early, late), tuple(sizes), Graph(as_written))
     graph, env = builder.graph, {}
     ins = [builder.new(env, v, 1.0) for v in closed.jaxpr.invars]
     builder.resting = {v for v in ins if v is not None}
@@ -64,8 +65,10 @@ def read(env: Env, var: Any) -> int | None:
 
 
 class _Builder:
-    def __init__(self, rules: OpRules, early: dict[Any, bool], late: dict[Any, bool], sizes: tuple[int, ...]) -> None:
-        self.graph = Graph()
+    def __init__(
+        self, rules: OpRules, early: dict[Any, bool], late: dict[Any, bool], sizes: tuple[int, ...], graph: Graph
+    ) -> None:
+        self.graph = graph
         self.traffic = Traffic(self.graph)
         self.rules = rules
         self.early, self.late = early, late

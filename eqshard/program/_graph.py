@@ -115,6 +115,8 @@ class Reduction:
 
 @dataclass
 class Graph:
+    as_written: bool = False
+    """Whether the program is priced as it stands, not as `constrain` writes it."""
     values: list[ValueNode] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)

@@ -64,8 +64,8 @@ def select(choices: Choices, seconds: float) -> tuple[list[int], float, float, i
             break
         # A selection with an option that makes the linear program dearer by the window is not within the window.
         window = window if best is None else min(window, best[0] - least)
-        near = prune(choices, [left[costs <= window + SAME] for left, costs in zip(every, dearer)])
-        status, other, bound = _Program(choices, near).whole(seconds)
+        near = [left[costs <= max(window, costs.min()) + SAME] for left, costs in zip(every, dearer)]
+        status, other, bound = _Program(choices, prune(choices, near)).whole(seconds)
         if other is not None and (best is None or other[0] < best[0]):
             best = other
         if window == math.inf or (best is not None and best[0] <= least + window):

@@ -130,7 +130,7 @@ def scatter(graph: Graph, at: Equation) -> None:
         reduced = set()
     ends = list(zip(at.ins, (names_t, names_i, names_u)))
     op(graph, at, "scatter", letters, ends, [(at.outs[0], names_t)], reduced)
-    if row_by_row(at.eqn):
+    if row_by_row(at.eqn, graph.as_written):
         made = graph.ops[-1]
         made.rows = frozenset(n for n, letter in enumerate(letters) if letter[0] == "i")
         made.row_count = math.prod(update) / math.prod(update[d] for d in dn.update_window_dims)

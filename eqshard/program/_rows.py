@@ -39,9 +39,10 @@ def _single(eqn: Any) -> list[int]:
     return sorted(d for d, (_, size) in windows(eqn).items() if size == 1 and table[d] > 1 and d in of)
 
 
-def row_by_row(eqn: Any) -> bool:
-    """Whether a TPU goes through it row by row, also in the form that is made here: windows are parts of the table."""
-    table, single = eqn.invars[0].aval.shape, _single(eqn)
+def row_by_row(eqn: Any, as_written: bool = False) -> bool:
+    """Whether a TPU goes through it row by row, as windows are parts of the table: in the form that is made here, or as
+    it is written."""
+    table, single = eqn.invars[0].aval.shape, () if as_written else _single(eqn)
     return any(size < table[d] and d not in single for d, (_, size) in windows(eqn).items())
 
 

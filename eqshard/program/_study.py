@@ -102,9 +102,16 @@ class Chosen:
 
 
 def study(
-    traced: Traced, mesh: MeshSpec, rules: OpRules, limit: float | None, seconds: float, objective: str = "time"
+    traced: Traced,
+    mesh: MeshSpec,
+    rules: OpRules,
+    limit: float | None,
+    seconds: float,
+    objective: str = "time",
+    as_written: bool = False,
 ) -> Study:
-    graph, ins, _ = build(traced, rules, Machine.of(mesh).sizes)
+    """Reads a program; `as_written`: to price it as it stands, not as `constrain` writes it."""
+    graph, ins, _ = build(traced, rules, Machine.of(mesh).sizes, as_written)
     return Study(traced, mesh, graph, ins, limit, seconds, objective)
 
 

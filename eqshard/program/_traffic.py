@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 from ._graph import Graph
 from ._live import fused, kept_apart, products_of, readers_of, takes_long
 from ._ops import CONSTRAINTS, PRODUCTS
+from ._together import SPREAD
 from ._trace import LOOPS
 
 
@@ -95,6 +96,9 @@ class Traffic:
     def fuse(self, eqn: Any, of: Values, outs: Sequence[int | None], times: float, readers: "Readers") -> None:
         """Elementwise work and the like: done again by each reader, unless that is dear; sums and others: done once."""
         long, again = takes_long(eqn, self.dear), fused(eqn)
+        nbytes = lambda v: self.graph.values[v].nbytes
+        largest = max((nbytes(v) for v in (*of, *outs) if v is not None), default=0.0)
+        of = frozenset(v for v in of if SPREAD * nbytes(v) > largest)  # what is spread over much more is little to read
         self.dear.update(eqn.outvars if long else ())
         for v, out in zip(eqn.outvars, outs):
             count = readers.count(v), readers.products.get(v, 0)

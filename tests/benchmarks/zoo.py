@@ -41,6 +41,10 @@ from eqshard.compiler import as_target, Program, Target  # noqa: E402
 from eqshard.compiler._cache import compile_cached, job_key  # noqa: E402
 from eqshard.compiler._compile import report_on  # noqa: E402
 from eqshard.compiler._program import flatten, lower_for  # noqa: E402
+from eqshard.program._fixed import fixed_specs  # noqa: E402
+from eqshard.program._study import study  # noqa: E402
+from eqshard.program._trace import trace  # noqa: E402
+from eqshard.program._write import written  # noqa: E402
 
 
 HAND_WRITTEN = ("dp", "zero1", "fsdp", "megatron", "tp_fsdp", "ep")
@@ -132,7 +136,10 @@ def found(
     if not priced:
         return layouts[name]
     as_it_is = layouts[name]
-    plan = eqshard.step_plan(as_it_is.step, *case.args, mesh=mesh, fixed=as_it_is.plans, max_bytes=1e15)
+    traced = trace(as_it_is.step, case.args)
+    begun = study(traced, mesh, {}, 1e15, 30.0, as_written=True)
+    said = fixed_specs(as_it_is.step, traced, as_it_is.plans, mesh, eqshard.PartitionAxis())
+    plan = written(begun, begun.choose(said))
     return replace(as_it_is, seconds=plan.seconds, nbytes=plan.bytes_per_device)
 
 
