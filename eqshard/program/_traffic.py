@@ -108,7 +108,7 @@ class Traffic:
             self.read(of, times)
             self.of[v] = _one(out)
             if out is not None:
-                self.write(out, times)
+                self.touch(out, times)
         if not again:
             self.at_hand = {v for v in outs if v is not None}
 
@@ -116,13 +116,14 @@ class Traffic:
         """A value that is not there yet is made of others."""
         if v is not None and of != _one(v):
             self.read(of, times)
-            self.write(v, times)
+            self.touch(v, times)
 
     def read(self, values: Values, times: float) -> None:
         for v in values - self.at_hand:
-            self.write(v, times)
+            self.touch(v, times)
 
-    def write(self, v: int, times: float) -> None:
+    def touch(self, v: int, times: float) -> None:
+        """Reads or writes a value that is not at hand."""
         self.at_hand.add(v)
         self.note(v, times)
 
