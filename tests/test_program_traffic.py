@@ -37,6 +37,7 @@ def loop(x):
         (lambda x: jnp.sum(x) + jnp.max(x), 1, 2.0),  # each reads for itself
         (adam, 4, 7.0),  # four are read, three are written, together
         (lambda x, w: jnp.tanh(x @ w), 2, 1.0),  # a product's result is worked on before it is written
+        (lambda x, w: (lambda y: jnp.exp(y - y.max()))(jnp.einsum("ij,jk->ki", x, w)), 2, 2.0),  # here a sum is, too
         (lambda x: jnp.exp(x[: N // 2]), 1, 1.0),  # of a slice only the slice
         (lambda x, y: x + y.T, 2, 3.0),
         (lambda x: jax.lax.optimization_barrier(x.reshape(-1)), 1, 0.0),  # the same under another name

@@ -57,8 +57,10 @@ class Traffic:
     def back(self, eqn: Any, jaxpr: Any, env: Mapping[Any, int | None], readers: "Readers") -> None:
         """Comes back from there: what was for one reader there may be for several here."""
         for v, inner in zip(eqn.outvars, jaxpr.outvars):
-            of = NONE if isinstance(inner, Literal) else self.of.get(inner, _one(env[v]))
-            self.of[v] = of or (_one(env[v]) if readers.count(v) > 1 else NONE)
+            self.of[v] = NONE if isinstance(inner, Literal) else self.of.get(inner, _one(env[v]))
+            if not self.of[v] and readers.count(v) > 1:
+                self.of[v] = _one(env[v])
+                self.at_hand |= self.of[v]
 
     def reads(self, eqn: Any, ins: Sequence[int | None]) -> list[Values]:
         """For each operand of an equation what is read for it."""

@@ -206,13 +206,27 @@ def line(row: Row, best: float | None) -> str:
     return f"{start} {step} | {ratio} | {wire} | {r.nbytes / 1e9:.2f} | {took} | {guess} |"
 
 
-def agreement(rows: Sequence[Row]) -> tuple[float, int]:
-    """The rank correlation of predicted and compiled times, and over how many layouts: those that fit."""
+def agreement(rows: Sequence[Row]) -> str:
+    """The rank correlation of predicted and compiled times, of those that fit: as they are, and with such as are
+    within one per cent of each other taken as equal."""
     from scipy.stats import spearmanr  # which JAX itself requires
 
     known = [(r.predicted[0], r.milliseconds) for r in rows if r.predicted[0] and math.isfinite(r.milliseconds)]
-    predicted, compiled = zip(*known) if known else ((), ())
-    return (float(spearmanr(predicted, compiled)[0]) if len(known) > 2 else math.nan), len(known)
+    if len(known) < 3:
+        return "too few layouts to compare"
+    plain, rough = (float(spearmanr(*sides)[0]) for sides in (zip(*known), (in_steps(s) for s in zip(*known))))
+    return f"{plain:.3f} over {len(known)} layouts, {rough:.3f} with one per cent as nothing"
+
+
+def in_steps(times: Sequence[float]) -> list[int]:
+    """Numbers in the order of the times, the same for those within one per cent of the least of them."""
+    steps: dict[float, int] = {}
+    first, step = 0.0, 0
+    for t in sorted(times):
+        if t > 1.01 * first:
+            first, step = t, step + 1
+        steps[t] = step
+    return [steps[t] for t in times]
 
 
 def budgets(case: zoo.Case, parts: Sequence[float], where: Where) -> Iterator[str]:
@@ -283,7 +297,7 @@ def main() -> None:
             print(line(row, best if math.isfinite(best) and not by_hand else None), flush=True)
             ratios += [row.milliseconds / best] if row.layout == "planned" and math.isfinite(best) else []
         if given.order:
-            print("| {} | order | {:.3f} over {} layouts |  |  |  |  |  |".format(name, *agreement(rows)), flush=True)
+            print(f"| {name} | order | {agreement(rows)} |  |  |  |  |  |", flush=True)
     known = [r for r in ratios if math.isfinite(r)]
     if known:
         mean = math.exp(sum(map(math.log, known)) / len(known))
