@@ -99,6 +99,9 @@ def problem(graph: Graph, machine: Machine, args: list[int | None], fixed: dict[
 def without_mirrors(p: Problem, fold: Fold, given: Iterable[Layout]) -> Problem:
     """Leaves out ways of the heaviest operation that are others with equal axes exchanged: so would be all the rest.
 
+    Those are kept whose first axes cut what weights have. A gradient then lies along them and, where it is scattered,
+    along later axes within: the order in which specs name them, and without which XLA sums the whole.
+
     **Arguments:**
 
     - `given`: layouts that are fixed, and may tell axes apart.
@@ -111,6 +114,8 @@ def without_mirrors(p: Problem, fold: Fold, given: Iterable[Layout]) -> Problem:
     if not alike or not free:
         return p
     heaviest = max(free, key=lambda f: fold.ops[f] * ops[f].times * ops[f].flops)
-    rank = lambda letter: letter if letter >= 0 else math.inf
+    ends = ops[heaviest].operands + ops[heaviest].outs
+    ours = {letter for v, letters in ends if p.graph.values[v].hides for letter in letters}
+    rank = lambda letter: (letter not in ours, letter) if letter >= 0 else (True, math.inf)
     ways = [way for way in p.ways[heaviest] if all(rank(way[a]) <= rank(way[b]) for a, b in alike)]
     return replace(p, ways=[ways if f == heaviest else mine for f, mine in zip(fold.op, p.ways)])
