@@ -16,6 +16,7 @@ from ._trace import CALLS, inner_jaxpr, LOOPS, recomputed, scan_parts, Traced
 from ._traffic import Readers, Traffic
 
 
+TURNS = CONSTRAINTS | frozenset("transpose reshape squeeze expand_dims convert_element_type rev".split())
 SLICED = 2.0
 """How often what a loop goes through, or stacks, goes through memory for that: it is read, and written."""
 Env = dict[Any, int | None]
@@ -116,6 +117,8 @@ class _Builder:
             return moments
         at = Equation(eqn, ins, [self.new(env, v, times) for v in eqn.outvars], times, path)
         self.traffic.equation(eqn, ins, at.outs, times, readers)
+        if name in PRODUCTS or (name in TURNS and at.ins[0] in self.graph.fresh):
+            self.graph.fresh |= set(at.outs) - {None}
         pinned = name in PINNED or name == "conv_general_dilated"
         for i, v in enumerate(at.ins if pinned else ()):
             self.graph.pins += [(path, i, v, False)] if v is not None else []
