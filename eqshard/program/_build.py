@@ -118,7 +118,7 @@ class _Builder:
         at = Equation(eqn, ins, [self.new(env, v, times) for v in eqn.outvars], times, path)
         self.traffic.equation(eqn, ins, at.outs, times, readers)
         if name in PRODUCTS or (name in TURNS and at.ins[0] in self.graph.fresh):
-            self.graph.fresh |= set(at.outs) - {None}
+            self.graph.fresh |= {v for v in at.outs if v is not None}
         pinned = name in PINNED or name == "conv_general_dilated"
         for i, v in enumerate(at.ins if pinned else ()):
             self.graph.pins += [(path, i, v, False)] if v is not None else []

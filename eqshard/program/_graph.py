@@ -117,7 +117,7 @@ class Reduction:
 class Graph:
     as_written: bool = False
     """Whether the program is priced as it stands, not as `constrain` writes it."""
-    fresh: set[int | None] = field(default_factory=set)
+    fresh: set[int] = field(default_factory=set)
     """Results of products, perhaps turned or in another type, before anything else is done with them."""
     values: list[ValueNode] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)

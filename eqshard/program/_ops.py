@@ -195,8 +195,9 @@ def given(graph: Graph, at: Equation, specs: Sequence[PartitionSpec], outs: Sequ
                 found.append((v, tuple(tuple(number[a] for a in entry_axes(e)) or -1 for e in entries)))
         return found
 
-    if graph.as_written and at.ins[0] in graph.fresh and "reduce-scatter" in graph.values[at.ins[0]].hides:
-        graph.same(at.ins[0], at.outs[0])  # XLA makes a gradient as the constraint on it says
+    for v in at.ins if graph.as_written and at.name in CONSTRAINTS else ():
+        if v is not None and v in graph.fresh and "reduce-scatter" in graph.values[v].hides:
+            graph.same(v, at.outs[0])  # XLA makes a gradient as the constraint on it says
     slots = [tuple(i for i, v in enumerate(side) if v is not None) for side in (at.ins, at.outs)]
     sizes = [0] * len(axes)
     flops = _flops(at.params["jaxpr"]) if "jaxpr" in at.params else 0.0
