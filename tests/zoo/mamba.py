@@ -142,8 +142,7 @@ def _model(loop: bool) -> Model:
     return Model(
         sizes={
             "tiny": Config(8, 16, 2, 32, state=8, vocab=64, loop=loop, compute="float32"),
-            # By association all states are there at once: half the batch, so that fewer chips can hold them, too.
-            "bench": Config(64 if loop else 32, 1024, 48, 1024, state=16, vocab=50304, loop=loop),
+            "bench": Config(32, 1024, 48, 1024, state=16, vocab=50304, loop=loop),
         },
         init=Mamba,
         batch=batch,
