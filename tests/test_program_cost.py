@@ -307,6 +307,25 @@ def test_what_is_cut_along_two_dimensions_is_gathered_in_tiles():
     assert [t[0] for t in elsewhere.moves(1e9, (0, 1), (-1, -1))] == ["all-gather"] * 2
 
 
+def test_a_program_is_priced_as_it_stands_if_that_is_asked_for():
+    mesh = eqshard.MeshSpec(a=8, chip="v5e")
+    seconds = lambda step, args, **how: study(trace(step, args), mesh, {}, None, 30.0, **how).choose({}).choice.seconds
+
+    def rows(table, index):  # which `constrain` writes by one index each
+        look = lambda t: jnp.sum(jax.vmap(lambda i: t[i])(index) ** 2)
+        return table - jax.grad(look)(table)
+
+    args = shape(4096, 64), jax.ShapeDtypeStruct((8192,), "int32")
+    assert seconds(rows, args, as_written=True) > seconds(rows, args) + 1024 * 4e-6
+
+    def constrained(weight, x):  # a gradient that is wanted in pieces is made in pieces, and each reads all of x again
+        gradient = jax.grad(lambda w: jnp.sum(x @ w))(weight)
+        return weight - eqshard.constrain_to(gradient, P(None, "a"), mesh)
+
+    args = shape(64, 1024), shape(2**23, 64)
+    assert seconds(constrained, args, as_written=True) > seconds(constrained, args)
+
+
 def test_a_tpu_fills_up_tiles():
     tpu = Machine.of(eqshard.MeshSpec(a=4, chip="v5e"))
     images = 64, 64, 112, 112

@@ -42,6 +42,7 @@ def loop(x):
         (lambda x, y: x + y.T, 2, 3.0),
         (lambda x: jax.lax.optimization_barrier(x.reshape(-1)), 1, 0.0),  # the same under another name
         (lambda x: x.at[0].set(1.0), 1, 0.0),  # next to nothing, in place
+        (lambda x: x.at[jnp.arange(8)].add(1.0), 1, 0.0),  # also in many places
         (loop, 1, 2.0 + 2.0 + 2.0),  # taken apart, worked on, put together
     ],
 )

@@ -17,6 +17,7 @@ from ._traffic import Readers, Traffic
 
 
 TURNS = CONSTRAINTS | frozenset("transpose reshape squeeze expand_dims convert_element_type rev".split())
+"""After these a product's result is still what it was."""
 SLICED = 2.0
 """How often what a loop goes through, or stacks, goes through memory for that: it is read, and written."""
 Env = dict[Any, int | None]

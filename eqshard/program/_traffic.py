@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 
 from ._graph import Graph
 from ._live import fused, kept_apart, products_of, readers_of, takes_long
-from ._ops import CONSTRAINTS, PRODUCTS
+from ._ops import CONSTRAINTS, OPERATIONS, PRODUCTS
 from ._together import SPREAD
 from ._trace import LOOPS
 
@@ -22,7 +22,8 @@ NONE: Values = frozenset()
 _TAKES = frozenset(("slice", "dynamic_slice", "gather"))
 _SAME = CONSTRAINTS | {"optimization_barrier", "reshape", "squeeze", "expand_dims"}
 """Other names for what is in memory."""
-_PUTS = {"dynamic_update_slice": 1, **{f"scatter{n}": 2 for n in ("", "-add", "-mul", "-min", "-max", "-sub")}}
+_PUTS = {"dynamic_update_slice": 1, **{name: 2 for name in OPERATIONS if name.startswith("scatter")}}
+"""Which operand is put in."""
 
 
 class Traffic:
