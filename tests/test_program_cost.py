@@ -12,6 +12,7 @@ from eqshard.program import _study, _tune
 from eqshard.program._build import build
 from eqshard.program._cost import Machine
 from eqshard.program._fold import fold_alike
+from eqshard.program._links import piecewise_seconds
 from eqshard.program._price import busy_seconds, moved
 from eqshard.program._problem import problem
 from eqshard.program._study import arriving, study
@@ -336,11 +337,60 @@ def test_a_tpu_fills_up_tiles():
     assert Machine.of(eqshard.MeshSpec(a=4, chip=EAGER)).padding(images, (False, False, True, True)) == 1.0
 
 
-@pytest.mark.parametrize("along, times", [(P("a"), 1), (P(None, "a"), 2)])
-def test_pieces_narrower_than_a_tile_are_stored_twice(along, times):
-    table, mesh = shape(65536, 128), eqshard.MeshSpec(a=16, chip="v5e")
-    plan = eqshard.step_plan(lambda t: t * 2.0, table, mesh=mesh, fixed={"": along})
-    assert plan.bytes_per_device == pytest.approx(times * 65536 * 128 * 4 / 16, rel=0.01)
+@pytest.mark.parametrize("chip, wider", [("v5e", 16), (EAGER, 1)])
+def test_rows_narrower_than_a_tile_are_put_in_at_its_width(chip, wider):
+    """A table in pieces of 8 columns: its gradient is made in tiles that are 128 wide, and then turned."""
+
+    def step(table, index):
+        return table - jax.grad(lambda t: jnp.sum(t[index] ** 2))(table)
+
+    table, index, taken = shape(2**20, 128), jax.ShapeDtypeStruct((64,), "int32"), {}
+    mesh = eqshard.MeshSpec(a=16, chip=chip)
+    for along in (P("a"), P(None, "a")):
+        plan = eqshard.step_plan(step, table, index, mesh=mesh, fixed={"table": along, "index": P()}, max_bytes=1e15)
+        taken[along] = plan.bytes_per_device, plan.seconds
+    piece = 2**20 * 128 * 4 / 16
+    (by_rows, quick), (by_columns, slow) = taken.values()
+    assert by_columns - by_rows == pytest.approx((wider - 1) * piece, rel=0.05, abs=0.05 * piece)
+    assert (slow > 2 * quick) == (wider > 1)
+
+
+@pytest.mark.parametrize("width, whole", [(128, True), (2048, False)])
+def test_a_sum_of_rows_in_pieces_narrower_than_a_tile_is_made_whole(width, whole):
+    def step(table, index):
+        return jax.grad(lambda t: jnp.sum(t[index] ** 2))(table)
+
+    mesh = eqshard.MeshSpec(a=16, chip="v5e")
+    graph, _, _ = build(trace(step, (shape(4096, width), jax.ShapeDtypeStruct((2**16,), "int32"))), {}, (16,))
+    (op,) = (op for op in graph.ops if op.kind == "scatter")
+    ((v, letters),) = op.outs
+    more = piecewise_seconds(op, v, letters, (-1,), (True,), (1,), graph, Machine.of(mesh))
+    dearer = Machine.of(mesh).settle(graph.values[v].nbytes, (-1,), (True,), (-1,))
+    less = Machine.of(mesh).settle(graph.values[v].nbytes, (-1,), (True,), (1,), graph.values[v].hides)
+    assert more == pytest.approx(dearer - less if whole else 0.0, rel=0.02)
+
+
+def test_what_is_concatenated_is_not_kept_again_for_a_norm():
+    """A norm over a concatenation reads its parts; one over a product's result keeps what it makes in 32 bits."""
+
+    def norm(x):
+        wide = x.astype(jnp.float32)
+        return ((wide - jnp.mean(wide, -1, keepdims=True)) * jax.lax.rsqrt(jnp.var(wide, -1, keepdims=True))).astype(
+            x.dtype
+        )
+
+    def step(w, x, y, join):
+        loss = lambda w: jnp.sum(norm(join(x @ w, y @ w)) ** 2)
+        return jax.grad(loss)(w)
+
+    mesh, args = (
+        eqshard.MeshSpec(a=2, chip="v5e"),
+        (shape(64, 1024, dtype="bfloat16"), *2 * [shape(2**14, 64, dtype="bfloat16")]),
+    )
+    joined = lambda a, b: jnp.concatenate([a, b], axis=-1)
+    added = lambda a, b: jnp.concatenate([a, b], axis=-1) @ jnp.eye(2048, dtype=a.dtype)
+    taken = [eqshard.step_plan(lambda *a, j=j: step(*a, j), *args, mesh=mesh).bytes_per_device for j in (joined, added)]
+    assert taken[1] - taken[0] > 2**14 * 2048 * 4 / 2
 
 
 def test_what_takes_long_is_not_made_for_each_product():

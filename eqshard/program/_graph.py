@@ -66,6 +66,8 @@ class Op:
     rows: frozenset[int] = frozenset()
     """Letters of what is done row by row, as a scatter is: cut, each device has fewer rows."""
     row_count: float = 0.0
+    by_rows: bool = False
+    """Whether what it makes is put together from whole rows, as the gradient of an embedding is."""
 
 
 @dataclass(frozen=True, slots=True)

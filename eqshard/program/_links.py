@@ -20,8 +20,24 @@ def work(op: Op, way: tuple[int, ...], graph: Graph, machine: Machine) -> float:
         return machine.compute(op.flops, 0.0)
     pieces = math.prod(n for n, x in zip(machine.sizes, way) if x >= 0)
     nbytes = sum(graph.values[v].nbytes / machine.factor(require(way, letters)) for v, letters in op.operands + op.outs)
+    nbytes += 2 * widened_bytes(op, way, graph, machine)
     rows = op.row_count / math.prod(n for n, x in zip(machine.sizes, way) if x in op.rows)
     return machine.compute(op.flops / pieces, nbytes) + rows * machine.row_seconds
+
+
+def widened_bytes(op: Op, way: tuple[int, ...], graph: Graph, machine: Machine) -> float:
+    """Bytes on a device of which a result is larger, while it is made, for having rows narrower than a TPU's tiles.
+
+    Rows are put in where each of them lies in a tile of its own; only then is the whole turned as it is to lie.
+    """
+    if not op.by_rows or not machine.chip.clock:
+        return 0.0
+    total = 0.0
+    for v, letters in op.outs:
+        state, shape = require(way, letters), graph.shape(v)
+        piece = shape[-1] / math.prod(n for n, d in zip(machine.sizes, state) if d == len(shape) - 1)
+        total += graph.values[v].nbytes / machine.factor(state) * (max(LANES, piece) / piece - 1)
+    return total
 
 
 def piecewise_seconds(
@@ -32,6 +48,8 @@ def piecewise_seconds(
     For each piece it reads all of the operand that has not the dimension along which the pieces are. And a convolution
     takes as long for a few channels as for all that the unit for products is wide.
     """
+    if op.by_rows:
+        return _whole_sum_seconds(v, made, summed, want, graph, machine)
     along = {w for w, s in zip(want, summed) if s and w >= 0}
     if not machine.chip.clock or not op.flops or op.axes is not None or len(along) != 1:
         return 0.0
@@ -49,6 +67,22 @@ def piecewise_seconds(
         pieces = machine.factor(made) * math.prod(n for n, s in zip(machine.sizes, summed) if s)
         total += (longer - 1) * machine.compute(op.flops / pieces, 0.0)
     return total
+
+
+def _whole_sum_seconds(
+    v: int, made: State, summed: tuple[bool, ...], want: State, graph: Graph, machine: Machine
+) -> float:
+    """Seconds by which a sum of scattered rows is dearer than one that comes in pieces, where these are narrower than a
+    tile: XLA makes the whole sum, which everyone waits for, and cuts that."""
+    last = len(graph.shape(v)) - 1
+    pieces = math.prod(n for n, a, w in zip(machine.sizes, made, want) if last in (a, w))
+    if not machine.chip.clock or not any(s and w == last for s, w in zip(summed, want)):
+        return 0.0
+    if graph.shape(v)[last] >= pieces * LANES:
+        return 0.0
+    nbytes, hides = graph.values[v].nbytes, graph.values[v].hides
+    whole = tuple(-1 if s else w for s, w in zip(summed, want))
+    return machine.settle(nbytes, made, summed, whole) - machine.settle(nbytes, made, summed, want, hides)
 
 
 TIE = 1e-7
@@ -123,7 +157,7 @@ class Links:
             table = np.zeros((len(states), len(wants)))
             if c not in p.free:
                 table += self._seconds(nbytes, states, wants, hides, out)
-            if c not in p.free and out and op.flops:
+            if c not in p.free and out and (op.flops or op.by_rows):
                 table += [
                     [piecewise_seconds(op, v, letters, w, summed, s, graph, p.machine) for w, summed in wants]
                     for s in states

@@ -79,7 +79,7 @@ def _held(
     copies: Mapping[Any, int],
 ) -> tuple[list[list[int]], dict[int, int]]:
     """For each place the values that begin to take memory there, and for each such value where it ends."""
-    readers, products = readers_of(jaxpr), products_of(jaxpr)
+    readers, products, joined = readers_of(jaxpr), products_of(jaxpr), _joined(jaxpr)
     looped = {v for eqn in jaxpr.eqns if eqn.primitive.name in LOOPS for v in eqn.invars if not isinstance(v, Literal)}
     of: dict[Any, frozenset[int]] = {}
     """For each variable the values in memory that it is made of."""
@@ -97,6 +97,8 @@ def _held(
             value = env.get(v)
             if value is None or v not in readers or (v in in_place and eqn.primitive.name != "scan"):
                 of[v] = frozenset()
+            elif eqn.primitive.name in CALLS and v in joined:
+                of[v] = from_
             elif (
                 fused(eqn)
                 and v not in looped
@@ -159,6 +161,26 @@ def fused(eqn: Any) -> bool:
         return all(fused(e) for e in inner[0].eqns)
     strided = eqn.primitive.name == "slice" and any(n > 1 for n in eqn.params["strides"] or ())
     return eqn.primitive.name in _FUSED_AWAY and not strided
+
+
+def _joined(jaxpr: Any) -> set[Any]:
+    """Concatenations, and what is made of one element by element, also by a call that takes sums of it, as a variance
+    does: XLA keeps the parts, and works on each."""
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        sizes = {math.prod(v.aval.shape) for v in eqn.invars if not isinstance(v, Literal) and v in found}
+        if eqn.primitive.name == "concatenate":
+            found.update(eqn.outvars)
+        elif sizes and _sums_at_most(eqn):
+            found.update(v for v in eqn.outvars if math.prod(v.aval.shape) in sizes)
+    return found
+
+
+def _sums_at_most(eqn: Any) -> bool:
+    """Whether an equation is elementwise work, and sums of it."""
+    if eqn.primitive.name in CALLS and (inner := inner_jaxpr(eqn)) is not None:
+        return all(_sums_at_most(e) for e in inner[0].eqns)
+    return fused(eqn) or eqn.primitive.name.startswith("reduce_")
 
 
 def readers_of(jaxpr: Any) -> dict[Any, int]:

@@ -130,8 +130,9 @@ def scatter(graph: Graph, at: Equation) -> None:
         reduced = set()
     ends = list(zip(at.ins, (names_t, names_i, names_u)))
     op(graph, at, "scatter", letters, ends, [(at.outs[0], names_t)], reduced)
+    made = graph.ops[-1]
+    made.by_rows = names_t[-1:] != ["-"] and names_t[-1][0] == "t"
     if row_by_row(at.eqn, graph.as_written):
-        made = graph.ops[-1]
         made.rows = frozenset(n for n, letter in enumerate(letters) if letter[0] == "i")
         made.row_count = math.prod(update) / math.prod(update[d] for d in dn.update_window_dims)
 

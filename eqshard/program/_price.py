@@ -7,7 +7,7 @@ import numpy as np
 
 from ._cost import State, Transfer
 from ._graph import Move, Op, Place
-from ._links import hidden_of, piecewise_seconds, work
+from ._links import hidden_of, piecewise_seconds, widened_bytes, work
 from ._problem import partial, Problem, project, require
 from ._solve import Choice
 
@@ -103,4 +103,5 @@ def in_flight(p: Problem, choice: Choice) -> float:
             if op.axes is None and graph.cluster(v) not in p.free:
                 here, there = machine.factor(require(way, letters)), machine.factor(state_of(p, choice, v))
                 extra.append(graph.values[v].nbytes * max(0.0, 1 / here - 1 / there))
+        extra.append(widened_bytes(op, way, graph, machine))
     return sum(sorted(extra, reverse=True)[:IN_FLIGHT], 0.0)

@@ -12,7 +12,7 @@ from .._mesh import MeshSpec
 from .._spec import canonical, entry_axes
 from .._tree import itemsize, size_text
 from ._build import build
-from ._cost import LANES, Machine, State
+from ._cost import Machine, State
 from ._fold import fold_alike
 from ._graph import Graph
 from ._links import own_seconds
@@ -162,7 +162,7 @@ def arriving(traced: Traced) -> set[int]:
 
 def _memory_rows(p: Problem, ins: list[int | None]) -> list[Bytes]:
     """Bytes on a device for each cluster and layout: the arguments, and what is alive at the worst times."""
-    rest = _bytes_of(p, {v: 1.0 for v in ins if v is not None}, at_rest=True)
+    rest = _bytes_of(p, {v: 1.0 for v in ins if v is not None})
     args = {v for v in ins if v is not None}
     rows = []
     for live in p.graph.live[:2] or [{}]:
@@ -171,27 +171,24 @@ def _memory_rows(p: Problem, ins: list[int | None]) -> list[Bytes]:
     return rows
 
 
-def _bytes_of(p: Problem, values: dict[int, float], at_rest: bool = False) -> Bytes:
+def _bytes_of(p: Problem, values: dict[int, float]) -> Bytes:
     found: Bytes = {}
     for v, n in values.items():
         c = p.graph.cluster(v)
         if c in p.layouts:
             dims, slid = p.graph.dims(v), p.graph.slid_along(v)
             states = [project(lay, dims) for lay in p.layouts[c]]
-            here = np.array([_stored(p, v, state, slid, at_rest) for state in states])
+            here = np.array([_stored(p, v, state, slid) for state in states])
             found[c] = found.get(c, 0.0) + n * here
     return found
 
 
-def _stored(p: Problem, v: int, state: State, slid_along: tuple[bool, ...], at_rest: bool) -> float:
+def _stored(p: Problem, v: int, state: State, slid_along: tuple[bool, ...]) -> float:
     """Bytes that a device stores of a value."""
     sizes, shape = p.machine.sizes, p.graph.shape(v)
     cut = [math.prod(n for n, d in zip(sizes, state) if d == dim) for dim in range(len(shape))]
     piece = tuple(-(-n // parts) for n, parts in zip(shape, cut))
-    # A TPU turns what has come to be narrower than its tiles before it works on it, in memory of its own.
-    turned = at_rest and bool(p.machine.chip.clock) and len(shape) > 1 and piece[-1] < min(LANES, shape[-1])
-    nbytes = p.graph.values[v].nbytes / math.prod(cut) * p.machine.padding(piece, slid_along)
-    return 2 * nbytes if turned else nbytes
+    return p.graph.values[v].nbytes / math.prod(cut) * p.machine.padding(piece, slid_along)
 
 
 def _infeasible(rows: list[Bytes], limit: float) -> str:
