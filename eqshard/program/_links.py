@@ -141,8 +141,10 @@ class Links:
     """The seconds between the states of a value where it lies and where it is made or read."""
 
     p: Problem
-    known: dict[Any, dict[Any, tuple[float, float]]] = field(default_factory=dict)
+    known: dict[Any, tuple[float, float]] = field(default_factory=dict)
     """For two states the seconds of a transfer of nothing, and of each byte."""
+    tables: dict[Any, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    """The same for all pairs of some states."""
 
     def of_op(self, number: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
         """For each link of an operation its cluster, the seconds between the states there and the states here.
@@ -158,10 +160,9 @@ class Links:
             if c not in p.free:
                 table += self._seconds(nbytes, states, wants, hides, out)
             if c not in p.free and out and (op.flops or op.by_rows):
-                table += [
-                    [piecewise_seconds(op, v, letters, w, summed, s, graph, p.machine) for w, summed in wants]
-                    for s in states
-                ]
+                of_sums = [(j, w) for j, w in enumerate(wants) if any(w[1])]
+                for j, (w, summed) in of_sums:
+                    table[:, j] += [piecewise_seconds(op, v, letters, w, summed, s, graph, p.machine) for s in states]
             yield c, table * op.times, there, here
 
     def of_move(self, move: Move) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -181,20 +182,23 @@ class Links:
         self, nbytes: float, states: list[State], wants: list[Want], hides: tuple[str, ...], made: bool
     ) -> np.ndarray:
         """Transfers take a time of their own and one for each byte, so that each is asked for once for all sizes."""
-        known = self.known.setdefault((hides, made), {})
-        pairs = np.array([self._pair(known, s, w, hides, made) for s in states for w in wants])
-        return (pairs[:, 0] + nbytes * pairs[:, 1]).reshape(len(states), len(wants))
+        key = hides, made, tuple(states), tuple(wants)
+        if (found := self.tables.get(key)) is None:
+            pairs = np.array([self._pair(s, w, hides, made) for s in states for w in wants])
+            begin, each = pairs.reshape(len(states), len(wants), 2).transpose(2, 0, 1)
+            found = self.tables[key] = begin, each
+        begin, each = found
+        return begin + nbytes * each
 
-    def _pair(
-        self, known: dict[Any, tuple[float, float]], state: State, want: Want, hides: tuple[str, ...], made: bool
-    ) -> tuple[float, float]:
-        if (found := known.get((state, want))) is None:
+    def _pair(self, state: State, want: Want, hides: tuple[str, ...], made: bool) -> tuple[float, float]:
+        key = hides, made, state, want
+        if (found := self.known.get(key)) is None:
             at, summed = want
             ask = lambda n: (
                 self.p.machine.settle(n, at, summed, state, hides) if made else self.p.machine.move(n, state, at, hides)
             )
             none = ask(0.0)
-            found = known[state, want] = none, (ask(_LARGE) - none) / _LARGE
+            found = self.known[key] = none, (ask(_LARGE) - none) / _LARGE
         return found
 
 
