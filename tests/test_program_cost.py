@@ -44,6 +44,16 @@ def test_memory_is_kept():
         eqshard.step_plan(step, *args, mesh=mesh, max_bytes=1000)
 
 
+def test_what_is_on_its_way_is_said_where_it_does_not_fit():
+    def step(ws, batch):
+        loss = lambda ws: jnp.mean((jax.nn.relu(batch @ ws[0]) @ ws[1]) ** 2)
+        return [w - g for w, g in zip(ws, jax.grad(loss)(ws))]
+
+    args, mesh = ([shape(4096, 4096)] * 2, shape(2048, 4096)), eqshard.MeshSpec(a=4, b=4, c=4, chip="v5p")
+    with pytest.raises(eqshard.BudgetError, match=r"fits 40.0 MB .* least that was found takes .* on its way"):
+        eqshard.step_plan(step, *args, mesh=mesh, fixed={"batch": P(("a", "b"))}, max_bytes=40e6)
+
+
 def test_repeated_layers_are_solved_once():
     def step(ws, x):
         for w in ws:

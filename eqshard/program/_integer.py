@@ -17,6 +17,8 @@ PATIENCE = 4
 """How many times longer the linear program may take: without its solution there is no choice at all."""
 ROUNDS = 12
 """How often the linear program is solved again with more of it settled."""
+DEAREST = 1e3
+"""What the dearest variable costs in the solver's units: it takes less than 1e-7 of them for nothing."""
 WHOLE = 1 - 1e-5
 """The share of an option from which on it is taken as chosen."""
 
@@ -167,7 +169,7 @@ class _Program:
         from scipy.optimize import linprog  # noqa: PLC0415
 
         equal, most, room = self._matrices()
-        unit = max(float(self.costs.max()), 1e-9)
+        unit = max(float(self.costs.max()), 1e-9) / DEAREST
         result: Any = linprog(
             self.costs / unit,
             A_eq=equal,
@@ -176,7 +178,8 @@ class _Program:
             b_ub=None if most is None else room,
             bounds=(0, None),
             method="highs-ds",  # the dual simplex ends in a corner, which is most often integral, and is the quickest
-            options={"time_limit": seconds},
+            # What comes of presolving is not the same each time, if several choices are equally good.
+            options={"time_limit": seconds, "presolve": False},
         )
         if result.x is None:
             return int(result.status), 0.0, None, none

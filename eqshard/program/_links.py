@@ -89,9 +89,12 @@ TIE = 1e-7
 """Seconds by which a layout is worse for each place that it cuts later."""
 
 
-def _lateness(p: Problem, cluster: int, layout: Layout) -> int:
+def _lateness(p: Problem, cluster: int, layout: Layout) -> float:
+    """The places of what a layout cuts, and a little for cutting the first of them along later axes than need be."""
     dims = p.graph.dims(cluster)
-    return sum(dims.index(name) + 1 if name in dims else len(dims) + 1 for name in layout if name >= 0)
+    places = [(a, dims.index(name) if name in dims else len(dims)) for a, name in enumerate(layout) if name >= 0]
+    later = sum(a * (len(dims) + 1 - place) for a, place in places)
+    return sum(place + 1 for _, place in places) + later / (16 * (len(dims) + 1))
 
 
 def own_seconds(p: Problem) -> dict[int, np.ndarray]:

@@ -1,10 +1,9 @@
 """What a choice is about, in the words of its reader: leaves, gradients, dimensions."""
 
 from collections.abc import Callable
-from typing import Any
 
 from .._tree import type_text
-from ._graph import Graph
+from ._order import joined, letter_name
 from ._price import Moved, moved
 from ._step import Cost, Dim
 from ._study import Chosen, Study
@@ -19,10 +18,10 @@ MOST_DIMS = 12
 def costs_of(study: Study, chosen: Chosen) -> tuple[Cost, ...]:
     """The dearest transfers; those of one value of one kind as one."""
     label, machine = _labels(study), chosen.p.machine
-    joined: dict[tuple[str, str, float, float], list[Moved]] = {}
+    alike: dict[tuple[str, str, float, float], list[Moved]] = {}
     for m in moved(chosen.p, chosen.choice):
         what = label(m.value, m.made)
-        joined.setdefault((what, m.kind, m.times, study.graph.values[m.value].nbytes), []).append(m)
+        alike.setdefault((what, m.kind, m.times, study.graph.values[m.value].nbytes), []).append(m)
     found = [
         Cost(
             what=what,
@@ -33,7 +32,7 @@ def costs_of(study: Study, chosen: Chosen) -> tuple[Cost, ...]:
             seconds=sum((m.seconds for m in ms), 0.0),
             exposed_seconds=sum((m.exposed for m in ms), 0.0),
         )
-        for (what, kind, times, _), ms in joined.items()
+        for (what, kind, times, _), ms in alike.items()
     ]
     return tuple(sorted(found, key=lambda c: -c.exposed_seconds)[:MOST_COSTS])
 
@@ -67,57 +66,26 @@ def _labels(study: Study) -> Callable[[int, bool], str]:
 def dims_of(study: Study, chosen: Chosen) -> tuple[Dim, ...]:
     """The dimensions that products cut, and over which axes, the most work first."""
     graph, machine = study.graph, chosen.p.machine
-    joined = _joined(graph)
+    one = joined(graph)
     work: dict[int, dict[str, float]] = {}
     total = sum((op.flops * op.times for op in graph.ops), 0.0) or 1.0
     for op, way in zip(graph.ops, chosen.choice.ways):
         for axis, letter in zip(machine.names, way):
             if letter >= 0 and op.flops and op.axes is None:
-                name = _letter_name(graph, op, letter)
+                name = letter_name(graph, op, letter)
                 if name >= 0:
-                    shares = work.setdefault(joined(name), {})
+                    shares = work.setdefault(one(name), {})
                     shares[axis] = shares.get(axis, 0.0) + op.flops * op.times / total
     ranked = sorted(work, key=lambda n: -max(work[n].values()))
     sizes = {n: graph.size(n) for n in ranked}
-    words = _dim_words(study, joined)
+    words = _dim_words(study, one)
     return tuple(
         Dim(words.get(n, "inner"), sizes[n], tuple((a, round(share, 3)) for a, share in work[n].items()))
         for n in ranked[:MOST_DIMS]
     )
 
 
-def _letter_name(graph: Graph, op: Any, letter: int) -> int:
-    for v, letters in (*op.operands, *op.outs):
-        if letter in letters:
-            return graph.dims(v)[letters.index(letter)]
-    return -1
-
-
-def _joined(graph: Graph) -> Callable[[int], int]:
-    """Names that meet in an operation, as one."""
-    parent: dict[int, int] = {}
-
-    def find(n: int) -> int:
-        while parent.setdefault(n, n) != n:
-            parent[n] = parent[parent[n]]
-            n = parent[n]
-        return n
-
-    for op in graph.ops:
-        first: dict[int, int] = {}
-        for v, letters in (*op.operands, *op.outs) if op.axes is None else ():
-            for letter, name in zip(letters, graph.dims(v)):
-                if isinstance(letter, int) and letter >= 0 and name >= 0:
-                    parent[find(name)] = find(first.setdefault(letter, name))
-    for m in graph.moves:
-        a, b = graph.dims(m.source), graph.dims(m.target)
-        for x, y in m.pairs:
-            if a[x] >= 0 and b[y] >= 0:
-                parent[find(a[x])] = find(b[y])
-    return find
-
-
-def _dim_words(study: Study, joined: Callable[[int], int]) -> dict[int, str]:
+def _dim_words(study: Study, one: Callable[[int], int]) -> dict[int, str]:
     """For each dimension where a reader finds it: in the data first, then in the largest leaf that has it."""
     words: dict[int, str] = {}
     stays = set(study.traced.kept.values())
@@ -130,7 +98,7 @@ def _dim_words(study: Study, joined: Callable[[int], int]) -> dict[int, str]:
         for d, name in enumerate(study.graph.dims(v)):
             if name >= 0:
                 where = f"dim {d} of {leaf.path}" if leaf.path else f"dim {d} of argument {leaf.arg}"
-                words.setdefault(joined(name), f"batch ({where})" if data(i) and d == 0 else where)
+                words.setdefault(one(name), f"batch ({where})" if data(i) and d == 0 else where)
     return words
 
 

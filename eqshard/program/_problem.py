@@ -99,8 +99,7 @@ def problem(graph: Graph, machine: Machine, args: list[int | None], fixed: dict[
 def without_mirrors(p: Problem, fold: Fold, given: Iterable[Layout]) -> Problem:
     """Leaves out ways of the heaviest operation that are others with equal axes exchanged: so would be all the rest.
 
-    Those are kept whose first axes cut what weights have. A gradient then lies along them and, where it is scattered,
-    along later axes within: the order in which specs name them, and without which XLA sums the whole.
+    Those are kept whose first axes cut what only data has, as the batch: `data` comes before `tp` in most meshes.
 
     **Arguments:**
 
@@ -116,6 +115,6 @@ def without_mirrors(p: Problem, fold: Fold, given: Iterable[Layout]) -> Problem:
     heaviest = max(free, key=lambda f: fold.ops[f] * ops[f].times * ops[f].flops)
     ends = ops[heaviest].operands + ops[heaviest].outs
     ours = {letter for v, letters in ends if p.graph.values[v].hides for letter in letters}
-    rank = lambda letter: (letter not in ours, letter) if letter >= 0 else (True, math.inf)
+    rank = lambda letter: (letter in ours, letter) if letter >= 0 else (True, math.inf)
     ways = [way for way in p.ways[heaviest] if all(rank(way[a]) <= rank(way[b]) for a, b in alike)]
     return replace(p, ways=[ways if f == heaviest else mine for f, mine in zip(fold.op, p.ways)])

@@ -76,17 +76,19 @@ class Study:
         aim = own if self.objective == "time" else _bytes_first(own, rows)
         fold = fold_alike(self.graph, p.layouts, anchored)
         p = without_mirrors(p, fold, anchored.values())
-        room = self.limit
+        room, least = self.limit, math.inf
         for _ in range(TRIES):
             choice = solve(p, fold, aim, [] if room is None else [(row, room) for row in rows], seconds=self.seconds)
             if choice is None:
                 break
             held = held_bytes(p, rows, choice)
             if self.limit is None or room is None or held <= self.limit:
-                return Chosen(replace(p, machine=Machine.of(self.mesh)), own, rows, choice, held)
+                priced = replace(p, machine=Machine.of(self.mesh))
+                return Chosen(priced, own, rows, choice, held, {i: canonical(spec) for i, spec in said.items()})
+            least = min(least, held)
             room = min(room, held - in_flight(p, choice)) - (held - self.limit)
         assert self.limit is not None
-        raise BudgetError(_infeasible(rows, self.limit))
+        raise BudgetError(_infeasible(rows, self.limit, least))
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Chosen:
     choice: Choice
     held: float
     """Bytes on a device at the worst moment."""
+    given: dict[int, PartitionSpec]
+    """Layouts of arguments that were given, by the number of the leaf."""
 
 
 def study(
@@ -125,14 +129,6 @@ def held_bytes(p: Problem, rows: list[Bytes], choice: Choice) -> float:
 def as_layout(spec: PartitionSpec, dims: tuple[int, ...], machine: Machine) -> Layout:
     where = {axis: dims[d] for d, entry in enumerate(spec) for axis in entry_axes(entry)}
     return tuple(where.get(axis, -1) for axis in machine.names)
-
-
-def as_spec(state: State, machine: Machine, rank: int) -> PartitionSpec:
-    entries: list[tuple[str, ...]] = [()] * rank
-    for axis, dim in zip(machine.names, state):
-        if dim >= 0:
-            entries[dim] = (*entries[dim], axis)
-    return canonical(PartitionSpec(*entries))
 
 
 def _add_arguments(p: Problem, own: dict[int, np.ndarray], ins: list[int | None], arriving: set[int]) -> None:
@@ -191,11 +187,17 @@ def _stored(p: Problem, v: int, state: State, slid_along: tuple[bool, ...]) -> f
     return p.graph.values[v].nbytes / math.prod(cut) * p.machine.padding(piece, slid_along)
 
 
-def _infeasible(rows: list[Bytes], limit: float) -> str:
+def _infeasible(rows: list[Bytes], limit: float, found: float) -> str:
+    """`found`: what the smallest plan takes that was too large for what is on its way, if there was one."""
     least = max(sum(float(values.min()) for values in row.values()) for row in rows)
+    count = (
+        f"at least {size_text(least)} is needed"
+        if math.isinf(found)
+        else f"the least that was found takes {size_text(found)}, with what is on its way between devices"
+    )
     return (
-        f"no layout of this step fits {size_text(limit)} a device: by the planner's count at least {size_text(least)} "
-        "is needed.\n  Ways out: a larger mesh, remat, a smaller batch, or optimizer state on the host."
+        f"no layout of this step fits {size_text(limit)} a device: by the planner's count {count}.\n"
+        "  Ways out: a larger mesh, remat, a smaller batch, or optimizer state on the host."
     )
 
 

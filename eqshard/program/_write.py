@@ -1,16 +1,19 @@
 """Writes a choice down: a plan for each argument, and where in the program layouts are put."""
 
+from collections.abc import Mapping
+
 from jax.sharding import PartitionSpec
 
 from .._plan import LeafPlan, ShardingPlan
 from ._cost import State
 from ._graph import Place
 from ._names import costs_of, dims_of
+from ._order import Orders
 from ._price import busy_seconds, move_states, moved, state_of
 from ._problem import Problem, require
 from ._solve import Choice
 from ._step import Point, StepPlan
-from ._study import as_spec, Chosen, Study
+from ._study import Chosen, Study
 from ._together import reshape_mixed
 
 
@@ -22,9 +25,11 @@ def written(study: Study, chosen: Chosen) -> StepPlan:
     """The plan of a choice."""
     traced, ins, p, choice = study.traced, study.ins, chosen.p, chosen.choice
     args: list[list[LeafPlan]] = [[] for _ in range(1 + max((leaf.arg for leaf in traced.ins), default=-1))]
-    uses = _uses(p, choice)
-    for leaf, v in zip(traced.ins, ins):
-        rest = PartitionSpec() if v is None else _spec_of(p, choice, v)
+    orders = Orders(p, choice, {v: spec for i, spec in chosen.given.items() if (v := ins[i]) is not None})
+    rests = [PartitionSpec() if v is None else orders.spec(v, state_of(p, choice, v)) for v in ins]
+    rests = [chosen.given.get(i, rest) for i, rest in enumerate(rests)]
+    uses = _uses(p, choice, orders)
+    for leaf, v, rest in zip(traced.ins, ins, rests):
         use = rest if v is None else uses.get(v, rest)
         why = "too small to cut" if v is None else "planned" if use == rest else "stored apart from how it is used"
         args[leaf.arg].append(LeafPlan(leaf.path, leaf.shape, leaf.dtype, rest, use, None, why))
@@ -37,7 +42,7 @@ def written(study: Study, chosen: Chosen) -> StepPlan:
     return StepPlan(
         mesh=study.mesh,
         args=tuple(ShardingPlan(study.mesh, tuple(rows)) for rows in args),
-        inner=tuple(_points(p, choice, ins, once)),
+        inner=tuple(_points(p, choice, orders, ins, rests, traced.kept, once)),
         program=traced.fingerprint,
         seconds=busy + sum((m.exposed for m in moved(p, choice)), 0.0),
         compute_seconds=busy,
@@ -46,10 +51,6 @@ def written(study: Study, chosen: Chosen) -> StepPlan:
         costs=costs_of(study, chosen),
         dims=dims_of(study, chosen),
     )
-
-
-def _spec_of(p: Problem, choice: Choice, v: int) -> PartitionSpec:
-    return as_spec(state_of(p, choice, v), p.machine, len(p.graph.values[v].shape))
 
 
 Reader = tuple[tuple[int, ...], State]
@@ -71,7 +72,7 @@ def _readers(p: Problem, choice: Choice) -> dict[int, Reader]:
     return first
 
 
-def _uses(p: Problem, choice: Choice) -> dict[int, PartitionSpec]:
+def _uses(p: Problem, choice: Choice, orders: Orders) -> dict[int, PartitionSpec]:
     """How the products that read an argument want it: by the names of its copies."""
     found: dict[int, PartitionSpec] = {}
     readers = _readers(p, choice)
@@ -83,7 +84,7 @@ def _uses(p: Problem, choice: Choice) -> dict[int, PartitionSpec]:
         cut = [names[d] if d >= 0 else -1 for d in want]
         dims = p.graph.dims(move.target)
         state = tuple(dims.index(name) if name >= 0 and name in dims else -1 for name in cut)
-        found[move.source] = as_spec(state, p.machine, len(dims))
+        found[move.source] = orders.spec(move.target, state)
     return found
 
 
@@ -121,26 +122,36 @@ def _kept(p: Problem, choice: Choice) -> float:
     return sum(gathered, 0.0)
 
 
-def _points(p: Problem, choice: Choice, ins: list[int | None], once: bool) -> list[Point]:
+def _points(
+    p: Problem,
+    choice: Choice,
+    orders: Orders,
+    ins: list[int | None],
+    rests: list[PartitionSpec],
+    kept: Mapping[int, int],
+    once: bool,
+) -> list[Point]:
     """Where layouts are written: at arguments, results, loop carries, what operations read and make.
 
     **Arguments:**
 
+    - `rests`: how the arguments lie.
+    - `kept`: of results the argument whose place each takes.
     - `once`: weights may be gathered once for the forward and the backward pass. XLA does so unless it is kept from it.
     """
-    graph, machine = p.graph, p.machine
+    graph = p.graph
     found: dict[tuple[tuple[int, ...], str, int], PartitionSpec] = {}
 
     def write(path: tuple[int, ...], side: str, slot: int, state: State, v: int) -> None:
-        found[path, side, slot] = as_spec(state, machine, len(graph.values[v].shape))
+        found[path, side, slot] = orders.spec(v, state)
 
-    for i, v in enumerate(ins):
+    for i, (v, rest) in enumerate(zip(ins, rests)):
         if v is not None:
-            write((), "arg", i, state_of(p, choice, v), v)
+            found[(), "arg", i] = rest
     for m in graph.moves:
         state = state_of(p, choice, m.target)
         if m.slot >= 0 and not m.path:
-            write((), "result", m.slot, state, m.target)
+            found[(), "result", m.slot] = rests[kept[m.slot]]
         elif m.slot >= 0 and state != state_of(p, choice, m.source):
             write(m.path, "in", m.slot, state, m.target)
     for path, slot, v, made in graph.pins:
