@@ -1,6 +1,7 @@
 """Plans from programs: what is tied together, what is chosen, and that writing layouts in changes no value."""
 
 import dataclasses
+import gc
 
 import equinox as eqx
 import jax
@@ -218,6 +219,20 @@ def test_an_opaque_call_is_whole_or_as_told():
     assert told.args[0][""].spec == P("a")
     with pytest.raises(eqshard.ShardingError, match=r"the rule 'row -> row' for `pure_callback` does not fit"):
         eqshard.step_plan(step, shape(64, 64), mesh=mesh, rules={"pure_callback": "row -> row"})
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_garbage_is_collected_after_as_before(on):
+    step, mesh = lambda x: x * 2.0, eqshard.MeshSpec(a=2, chip="v5e")
+    (gc.enable if on else gc.disable)()
+    try:
+        eqshard.step_plan(step, shape(16, 16), mesh=mesh)
+        assert gc.isenabled() == on
+        with pytest.raises(eqshard.BudgetError):
+            eqshard.step_plan(step, shape(16, 16), mesh=mesh, max_bytes=1)
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()
 
 
 def test_fixed_takes_logical_names_and_partial_plans():

@@ -59,6 +59,7 @@ def build(
         graph.same(rest, out)
         graph.move(made, out, None, 1.0, (), i)
         outs.append(out)
+    graph.settle()
     return graph, ins, outs
 
 

@@ -146,6 +146,7 @@ class Graph:
     _name: list[int] = field(default_factory=list)
     _size: list[int] = field(default_factory=list)
     _together: list[set[int]] = field(default_factory=list)
+    _settled: list[Dims] = field(default_factory=list)
 
     def copy(self, v: int, times: float) -> int:
         """A value like another, tied to nothing."""
@@ -196,7 +197,12 @@ class Graph:
 
     def dims(self, v: int) -> Dims:
         """The names of a value's dimensions."""
-        return tuple(self.name(n) for n in self.values[v].dims)
+        return self._settled[v] if self._settled else tuple([self.name(n) for n in self.values[v].dims])
+
+    def settle(self) -> None:
+        """Ends the reading: nothing more is tied."""
+        self._settled = [self.dims(v) for v in range(len(self.values))]
+        self._together = []
 
     def whole(self, v: int, dim: int) -> None:
         """Says that a dimension cannot be cut."""
