@@ -106,7 +106,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def zoo(session: nox.Session) -> None:
     """Layouts by the TPU compiler: hours, but for what is in its record. `nox -s zoo -- --cases mlp --cache FOLDER`."""
-    _install(session, "-e", ".[tpu]")
+    _install(session, "-e", ".[tpu]", "eformer")
     session.run("python", "tests/benchmarks/zoo.py", *session.posargs)
 
 
