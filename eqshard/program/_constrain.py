@@ -12,10 +12,12 @@ from jax.sharding import auto_axes, NamedSharding, PartitionSpec
 
 from .._apply import apply
 from .._errors import MismatchError
+from .._spec import check
 from .._tree import is_array
-from ._pieces import apart, bind, LOCAL, run_apart, run_scattered, SCATTER_ADD, summed_axes
+from ._local import bind, clamped_starts, run_local
+from ._partition_rules import axes_of, DimNames, partition_rule, PartitionRule, PINNED_RULES, restrict
 from ._step import StepPlan
-from ._trace import inner_jaxpr, recomputed, REMAT, scan_parts, trace, Traced
+from ._trace import inner_jaxpr, jaxprs_in, recomputed, REMAT, scan_parts, trace, Traced
 
 
 def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,6 +73,14 @@ def _results(plan: StepPlan, traced: Traced) -> list[PartitionSpec]:
     return [specs[traced.kept[i]] if i in traced.kept else PartitionSpec() for i in range(len(traced.outs))]
 
 
+def _needs_pins(eqn: Any) -> bool:
+    """Returns whether an equation holds operations that are pinned even where the plan has no layouts."""
+    if eqn.primitive.name == "shard_map":
+        return False
+    inner = [j for param in eqn.params.values() for j in jaxprs_in(param)]
+    return any(e.primitive.name in PINNED_RULES or _needs_pins(e) for j in inner for e in j.eqns)
+
+
 def _after(made: list[Any], eqn: Any, ins: list[Any], env: dict[Any, Any]) -> list[Any]:
     """What a block that is computed again reads, once all that the block before it made is there.
 
@@ -90,12 +100,15 @@ class _Writer:
         }
         self.inside = {path[:n] for path, *_ in plan.inner for n in range(1, len(path) + 1)}
         self.mesh = _mesh(plan, arrays)
+        self.sizes = dict(plan.mesh.shape)
 
     def put(self, x: Any, path: tuple[int, ...], side: str, slot: int) -> Any:
         spec = self.points.get((path, side, slot))
-        if spec is None or len(spec) > jnp.ndim(x):
+        if spec is None:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        place = f"layout {side} {slot} of equation {'.'.join(map(str, path))}" if path else f"{side} {slot}"
+        check(spec, jnp.shape(x), self.sizes, place)
+        return self.pin(x, spec)
 
     def run(self, closed: Any, args: list[Any]) -> list[Any]:
         args = [self.put(x, (), "arg", i) for i, x in enumerate(args)]
@@ -119,24 +132,42 @@ class _Writer:
                 if before is not None:
                     ins = _after([v for v in before.outvars if v in wanted], eqn, ins, env)
                 before = eqn
-            out = self.in_pieces(eqn, ins, here)
-            if out is None:
-                out = self.equation(eqn, ins, here) if here in self.inside else bind(eqn, ins)
+            rule = partition_rule(eqn)
+            if rule is not None:
+                out = self.partitioned(eqn, ins, here, rule)
+            elif here in self.inside or _needs_pins(eqn):
+                out = self.equation(eqn, ins, here)
+            else:
+                out = bind(eqn, ins)
             env.update((v, self.put(x, here, "out", s)) for s, (v, x) in enumerate(zip(eqn.outvars, out)))
         return [read(v) for v in jaxpr.outvars]
 
-    def in_pieces(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> list[Any] | None:
-        """Runs an equation on each device's piece, if the plan has it so; None if it is XLA's to cut."""
-        made = self.points.get((path, "out", 0), PartitionSpec())
-        if eqn.primitive.name in LOCAL and (path, "out", 0) in self.points:
-            read = [self.points.get((path, "in", i), PartitionSpec()) for i, v in enumerate(eqn.invars) if v.aval.shape]
-            if apart(eqn, read, made):
-                return run_apart(eqn, ins, made, self.mesh)
-        if eqn.primitive.name in SCATTER_ADD and all((path, "way", i) in self.points for i in range(3)):
-            specs = [self.points[path, "way", i] for i in range(3)]
-            if axes := summed_axes(eqn, specs):
-                return [run_scattered(eqn, ins, specs, axes, made, self.mesh)]
-        return None
+    def partitioned(self, eqn: Any, ins: list[Any], path: tuple[int, ...], rule: PartitionRule) -> list[Any]:
+        """Runs an equation that has a partition rule, sharded along independent dimensions only."""
+        if eqn.primitive.name in ("dynamic_slice", "dynamic_update_slice"):
+            ins = clamped_starts(eqn, ins)
+        outs = [self.points.get((path, "out", i)) for i in range(len(eqn.outvars))]
+        operands = [self.points.get((path, "way", i), self.points.get((path, "in", i))) for i in range(len(eqn.invars))]
+        if not rule.local:
+            ins = [self.restricted(x, spec, names, rule) for x, spec, names in zip(ins, operands, rule.ins)]
+            made = bind(eqn, ins)
+            return [self.restricted(x, spec, names, rule) for x, spec, names in zip(made, outs, rule.outs)]
+        wanted = [*zip(rule.ins, operands), *zip(rule.outs, outs)]
+        chosen = axes_of(rule, [(names, spec) for names, spec in wanted if spec is not None])
+        if chosen:
+            return run_local(eqn, ins, rule, chosen, outs[0] or PartitionSpec(), self.mesh)
+        made = bind(eqn, [self.pin(x, PartitionSpec()) for x in ins])
+        return [self.pin(x, PartitionSpec()) for x in made]
+
+    def restricted(self, x: Any, spec: PartitionSpec | None, names: DimNames, rule: PartitionRule) -> Any:
+        """Pins a value to its layout in the plan, less the dimensions that the operation cannot have sharded."""
+        if spec is None:
+            return self.pin(x, PartitionSpec()) if rule.pinned else x
+        allowed = restrict(spec, names)
+        return x if allowed == spec and not rule.pinned else self.pin(x, allowed)
+
+    def pin(self, x: Any, spec: PartitionSpec) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)) if jnp.ndim(x) else x
 
     def equation(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> list[Any]:
         """An equation with constraints in or inside it."""
@@ -153,7 +184,8 @@ class _Writer:
             return bind(eqn, ins, params | {"jaxpr": body})
         if name == "while":
             body = self.rewritten(params["body_jaxpr"].jaxpr, params["body_jaxpr"].consts, path)
-            return bind(eqn, ins, params | {"body_jaxpr": body})
+            cond = self.rewritten(params["cond_jaxpr"].jaxpr, params["cond_jaxpr"].consts, (*path, -1))
+            return bind(eqn, ins, params | {"body_jaxpr": body, "cond_jaxpr": cond})
         if name == "cond":
             branches = tuple(self.rewritten(b.jaxpr, b.consts, (*path, i)) for i, b in enumerate(params["branches"]))
             return bind(eqn, ins, params | {"branches": branches})

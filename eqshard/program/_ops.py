@@ -121,11 +121,12 @@ def scatter(graph: Graph, at: Equation) -> None:
     for d, i in zip(dn.operand_batching_dims, dn.scatter_indices_batching_dims):
         names_t[d] = names_i[i]
         batched.add(names_i[i])
-    for d in row_dims(at.eqn):
+    adds = "add" in at.name
+    for d in row_dims(at.eqn) if adds else ():
         letters[f"v{d}"] = table[d]
         names_t[d] = f"v{d}"
     reduced = {n for n in letters if n[0] == "i" and n not in batched}
-    if "add" not in at.name:
+    if not adds:
         letters = {n: size for n, size in letters.items() if n not in reduced}
         reduced = set()
     ends = list(zip(at.ins, (names_t, names_i, names_u)))
