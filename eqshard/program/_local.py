@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 from jax.lax import GatherScatterMode
 from jax.sharding import NamedSharding, PartitionSpec
@@ -136,5 +137,9 @@ def bind(eqn: Any, ins: Sequence[Any], params: Any = None) -> list[Any]:
             by_rows = bind_rows(eqn.replace(params=params), ins)
             if by_rows is not None:
                 return [by_rows]
+        if eqn.primitive.name == "fft":
+            # XLA's FFT on CPUs takes row-major arrays only, and layout assignment does not know it.
+            row_major = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+            return [row_major(eqn.primitive.bind(*map(row_major, ins), **params))]
         out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
