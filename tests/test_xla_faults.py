@@ -54,6 +54,34 @@ def test_xla_reads_a_skipped_row_from_another_shard():
     assert np.flatnonzero(np.asarray(got) != np.asarray(want)).tolist() == [4]  # a row that nobody wrote to
 
 
+def depthwise_gradient(x, kernel):
+    conv = lambda k: lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=8
+    )
+    return jax.grad(lambda k: jnp.sum(conv(k) ** 2))(kernel)
+
+
+def test_xla_sums_depthwise_gradients_over_replicas():
+    """Seen in jaxlib 0.10.2 and 0.12.0.1: the gradient comes out as often as the batch is replicated."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x = jax.random.normal(jax.random.key(0), (8, 8, 8, 8))
+    kernel = jax.random.normal(jax.random.key(1), (3, 3, 1, 8))
+    want = jax.jit(depthwise_gradient)(x, kernel)
+    got = jax.jit(depthwise_gradient)(jax.device_put(x, NamedSharding(mesh, P("a"))), kernel)
+    if np.allclose(got, want, rtol=1e-3):
+        gone("the rule of grouped convolutions")
+    np.testing.assert_allclose(got, 4 * want, rtol=1e-3)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_gradients_of_depthwise_convolutions(sizes, axis_type):
+    x = jax.random.normal(jax.random.key(0), (8, 8, 8, 8))
+    kernel = jax.random.normal(jax.random.key(1), (3, 3, 1, 8))
+    mesh = eqshard.MeshSpec(sizes, axis_type=axis_type, chip=EAGER)
+    for fixed in ({}, {"x": P(next(iter(sizes)))}):
+        check_equal(depthwise_gradient, (x, kernel), mesh, fixed=fixed)
+
+
 def row_updates(x, p):
     return lax.fori_loop(0, 2, lambda i, c: c.at[i % 8].set(jnp.tanh(c[(i + 1) % 8] @ p)), x)
 
