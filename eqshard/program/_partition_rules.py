@@ -86,12 +86,12 @@ def _names(rank: int, dependent: Iterable[int] = ()) -> DimNames:
     return tuple(None if d in dependent else f"d{d}" for d in range(rank))
 
 
-def _same(eqn: Any, dependent: Iterable[int], **options: bool) -> PartitionRule:
+def _same(eqn: Any, dependent: Iterable[int]) -> PartitionRule:
     """Operands and results of one rank, whose other dimensions correspond one to one; scalars are replicated."""
     rank = max(len(_shape(v)) for v in (*eqn.invars, *eqn.outvars))
     names = _names(rank, dependent)
     of = lambda v: names if len(_shape(v)) == rank else (None,) * len(_shape(v))
-    return PartitionRule(tuple(map(of, eqn.invars)), tuple(map(of, eqn.outvars)), **options)
+    return PartitionRule(tuple(map(of, eqn.invars)), tuple(map(of, eqn.outvars)))
 
 
 def _resized(eqn: Any) -> set[int]:
