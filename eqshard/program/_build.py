@@ -37,13 +37,16 @@ def build(
     """
     closed, kept = traced.jaxpr, traced.kept
     stays = set(kept.values())
-    early = [i in stays or leaf.arg == 0 for i, leaf in enumerate(traced.ins)]
+    resident = {0} | traced.replaced
+    early = [i in stays or leaf.arg in resident for i, leaf in enumerate(traced.ins)]
     late = [i in kept for i in range(len(traced.outs))]
     builder = _Builder(rules, *flow(closed.jaxpr, early, late), tuple(sizes), Graph(as_written))
     graph, env = builder.graph, {}
     ins = [builder.new(env, v, 1.0) for v in closed.jaxpr.invars]
     builder.resting = {v for v in ins if v is not None}
-    builder.in_place = {closed.jaxpr.outvars[i] for i in kept if not isinstance(closed.jaxpr.outvars[i], Literal)}
+    results = [None if isinstance(v, Literal) else v for v in closed.jaxpr.outvars]
+    builder.in_place = {v for i, v in enumerate(results) if v is not None and i in kept}
+    builder.returned = {v for v in results if v is not None} - builder.in_place
     for v in closed.jaxpr.constvars:
         builder.new(env, v, 1.0)
     graph.live = builder.walk(closed.jaxpr, env, 1.0, ())
@@ -80,6 +83,8 @@ class _Builder:
         """Arguments: every reader has a copy that may lie otherwise."""
         self.in_place: set[Any] = set()
         """Results that take the memory of arguments."""
+        self.returned: set[Any] = set()
+        """Results that need memory of their own."""
         self.shared: Env = {}
         """Variables that several products read: they share one copy."""
         self.for_loops: set[Any] = set()
@@ -106,7 +111,8 @@ class _Builder:
         ]
         copies = {v: copy for v, copy in self.shared.items() if copy is not None and self.early.get(v, False)}
         self.shared = outer
-        return worst_moments(self.graph, jaxpr, env, inside, self.late, self.in_place if not path else (), copies)
+        in_place, returned = ((), ()) if path else (self.in_place, self.returned)
+        return worst_moments(self.graph, jaxpr, env, inside, self.late, in_place, copies, returned)
 
     def equation(self, eqn: Any, env: Env, times: float, path: Place, readers: Readers) -> list[Alive]:
         name = eqn.primitive.name

@@ -68,9 +68,9 @@ def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _results(plan: StepPlan, traced: Traced) -> list[PartitionSpec]:
-    """The layouts of the results: those of the arguments whose place they take; else whole."""
-    specs = [plan.args[leaf.arg][leaf.path].spec for leaf in traced.ins]
-    return [specs[traced.kept[i]] if i in traced.kept else PartitionSpec() for i in range(len(traced.outs))]
+    """The layouts of the results: those that were planned, which are replicated for results of one element."""
+    planned = {slot: spec for path, side, slot, spec in plan.inner if not path and side == "result"}
+    return [planned.get(i, PartitionSpec()) for i in range(len(traced.outs))]
 
 
 def _needs_pins(eqn: Any) -> bool:

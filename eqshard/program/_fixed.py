@@ -1,6 +1,5 @@
 """Layouts that the caller of `step_plan` gives: by argument, by path, by plan, by logical names."""
 
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from .._mesh import MeshSpec
 from .._plan import ShardingPlan
 from .._spec import canonical, check
 from .._tree import did_you_mean, shown, some
-from ._trace import Leaf, Traced
+from ._trace import Leaf, parameters, Traced
 
 
 Fixed = PartitionSpec | ShardingPlan | Sequence[str | None]
@@ -29,7 +28,7 @@ def fixed_specs(
     names: PartitionAxis,
 ) -> dict[int, PartitionSpec]:
     """The layouts that were given, by the number of the argument's leaf; of two for one leaf, the first."""
-    parameters = _parameters(fn)
+    arguments = parameters(fn)
     found: dict[int, PartitionSpec] = {}
     if not isinstance(fixed, Mapping):
         for number, plan in enumerate(fixed):
@@ -37,9 +36,9 @@ def fixed_specs(
                 _by_plan(plan, [(i, x) for i, x in enumerate(traced.ins) if x.arg == number], number, mesh, found)
         return found
     for key, value in fixed.items():
-        hits = [(i, leaf) for i, leaf in enumerate(traced.ins) if _means(key, leaf, parameters)]
+        hits = [(i, leaf) for i, leaf in enumerate(traced.ins) if _means(key, leaf, arguments)]
         if not hits:
-            known = [*parameters, *(leaf.path for leaf in traced.ins)]
+            known = [*arguments, *(leaf.path for leaf in traced.ins)]
             raise MismatchError(f"`fixed` names {key!r}, which is no argument and no leaf." + did_you_mean(key, known))
         if isinstance(value, ShardingPlan):
             _by_plan(value, hits, key, mesh, found)
@@ -52,16 +51,9 @@ def fixed_specs(
     return found
 
 
-def _parameters(fn: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        return []
-
-
-def _means(key: str, leaf: Leaf, parameters: list[str]) -> bool:
-    if key in parameters:
-        return leaf.arg < len(parameters) and parameters[leaf.arg] == key
+def _means(key: str, leaf: Leaf, arguments: list[str]) -> bool:
+    if key in arguments:
+        return leaf.arg < len(arguments) and arguments[leaf.arg] == key
     return re.search(key, leaf.path) is not None
 
 

@@ -37,6 +37,7 @@ def worst_moments(
     late: dict[Any, bool],
     in_place: Container[Any] = (),
     copies: Mapping[Any, int] = MappingProxyType({}),
+    returned: Container[Any] = (),
 ) -> list[Alive]:
     """The few worst moments of a jaxpr, the worst first.
 
@@ -46,9 +47,10 @@ def worst_moments(
     - `late`: variables that no product reads any more; their equations run as soon as they can.
     - `in_place`: results that take the memory of arguments.
     - `copies`: of variables that several products read, what they read: kept from the first to the last of them.
+    - `returned`: results that need memory of their own, until the end.
     """
     order = _order(jaxpr, late)
-    made, held = _held(graph, jaxpr, env, order, in_place, copies)
+    made, held = _held(graph, jaxpr, env, order, in_place, copies, returned)
     ends: dict[int, list[int]] = {}
     for v, place in held.items():
         ends.setdefault(place, []).append(v)
@@ -77,6 +79,7 @@ def _held(
     order: list[int],
     in_place: Container[Any],
     copies: Mapping[Any, int],
+    returned: Container[Any],
 ) -> tuple[list[list[int]], dict[int, int]]:
     """For each place the values that begin to take memory there, and for each such value where it ends."""
     readers, products, joined = readers_of(jaxpr), products_of(jaxpr), _joined(jaxpr)
@@ -97,6 +100,9 @@ def _held(
             value = env.get(v)
             if value is None or v not in readers or (v in in_place and eqn.primitive.name != "scan"):
                 of[v] = frozenset()
+            elif v in returned:
+                of[v] = frozenset((value,))
+                begin.append(value)
             elif eqn.primitive.name in CALLS and v in joined:
                 of[v] = from_
             elif (

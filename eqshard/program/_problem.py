@@ -70,14 +70,20 @@ def partial(way: tuple[int, ...], op: Op) -> tuple[bool, ...]:
     return tuple(x in op.reduced for x in way)
 
 
-def problem(graph: Graph, machine: Machine, args: list[int | None], fixed: dict[int, Layout]) -> Problem:
+def problem(
+    graph: Graph,
+    machine: Machine,
+    args: list[int | None],
+    fixed: dict[int, Layout],
+    results: Iterable[int | None] = (),
+) -> Problem:
     """Lists the choices. `fixed` are clusters whose layout is given."""
     members: dict[int, list[int]] = {}
     for v in range(len(graph.values)):
         members.setdefault(graph.cluster(v), []).append(v)
     used = {graph.cluster(v) for op in graph.ops for v, _ in op.operands + op.outs}
     used |= {graph.cluster(v) for m in graph.moves for v in (m.source, m.target)}
-    used |= {graph.cluster(v) for v in args if v is not None}
+    used |= {graph.cluster(v) for v in (*args, *results) if v is not None}
     most = {1: 16, 2: 6, 3: 4}.get(len(machine.sizes), 3)
     layouts = {}
     for cluster in used:

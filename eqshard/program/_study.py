@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from .._memory import BudgetError
 from .._mesh import MeshSpec
 from .._spec import canonical, entry_axes
-from .._tree import itemsize, size_text
+from .._tree import size_text
 from ._build import build
 from ._cost import Machine, State
 from ._fold import fold_alike
@@ -45,6 +45,8 @@ class Study:
     graph: Graph
     ins: list[int | None]
     """The values of the arguments; None for scalars."""
+    outs: list[int | None]
+    """The values of the results; None for scalars."""
     limit: float | None
     seconds: float
     """What the solver may take."""
@@ -69,7 +71,7 @@ class Study:
             for i, v in enumerate(self.ins)
             if v is not None and i in said
         }
-        p = problem(self.graph, machine, self.ins, anchored)
+        p = problem(self.graph, machine, self.ins, anchored, self.outs)
         own = own_seconds(p)
         _add_arguments(p, own, self.ins, arriving(self.traced))
         rows = _memory_rows(p, self.ins)
@@ -115,8 +117,8 @@ def study(
     as_written: bool = False,
 ) -> Study:
     """Reads a program; `as_written`: to price it as it stands, not as `constrain` writes it."""
-    graph, ins, _ = build(traced, rules, Machine.of(mesh).sizes, as_written)
-    return Study(traced, mesh, graph, ins, limit, seconds, objective)
+    graph, ins, outs = build(traced, rules, Machine.of(mesh).sizes, as_written)
+    return Study(traced, mesh, graph, ins, outs, limit, seconds, objective)
 
 
 def held_bytes(p: Problem, rows: list[Bytes], choice: Choice) -> float:
@@ -148,12 +150,13 @@ def arriving(traced: Traced) -> set[int]:
     """
     sizes: dict[int, float] = {}
     for leaf in traced.ins:
-        sizes[leaf.arg] = sizes.get(leaf.arg, 0.0) + math.prod(leaf.shape) * itemsize(leaf.dtype)
-    stays = {0} | {traced.ins[i].arg for i in traced.kept.values()}
+        sizes[leaf.arg] = sizes.get(leaf.arg, 0.0) + leaf.nbytes
+    stays = {0} | traced.replaced
     left = sizes.keys() - stays
     if len(left) > 1:
         stays |= {arg for arg in left if 2 * sizes[arg] > sum(sizes.values())}
-    return {i for i, leaf in enumerate(traced.ins) if leaf.arg not in stays}
+    kept = set(traced.kept.values())
+    return {i for i, leaf in enumerate(traced.ins) if leaf.arg not in stays and i not in kept}
 
 
 def _memory_rows(p: Problem, ins: list[int | None]) -> list[Bytes]:

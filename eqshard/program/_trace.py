@@ -1,6 +1,8 @@
 """A step as a flat program: its jaxpr, and which leaf of which argument each variable is."""
 
 import functools
+import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .._tree import dtype_name, is_array, path_name
+from .._tree import dtype_name, is_array, itemsize, path_name
 from .._value import digest
 
 
@@ -21,6 +23,12 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     dtype: str
+    keys: tuple[Any, ...] = ()
+    """Of an argument the keys of its path; of a result also the key of the result in the tuple of results."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -33,23 +41,24 @@ class Traced:
     outs: tuple[Leaf, ...]
     rebuild: Callable[[list[Any]], Any]
     """The step's result from its array leaves."""
+    names: tuple[str, ...] = ()
+    """The names of the parameters, where they are known."""
 
     @functools.cached_property
     def kept(self) -> dict[int, int]:
-        """Results that take the place of arguments: a new model for the old one."""
-        pairs: dict[int, int] = {}
-        groups = lambda leaves: {n: [i for i, x in enumerate(leaves) if x.arg == n] for n in {x.arg for x in leaves}}
-        ins, outs, taken = groups(self.ins), groups(self.outs), set()
-        same = lambda a, b: (a.path, a.shape, a.dtype) == (b.path, b.shape, b.dtype)
-        for out in sorted(outs):
-            for arg in sorted(ins):
-                if arg in taken or len(ins[arg]) != len(outs[out]):
-                    continue
-                if all(same(self.ins[i], self.outs[o]) for i, o in zip(ins[arg], outs[out])):
-                    taken.add(arg)
-                    pairs |= dict(zip(outs[out], ins[arg]))
-                    break
-        return pairs
+        """Results that replace arguments, as a new model the old one: the number of each such result's argument."""
+        from ._pairing import paired  # noqa: PLC0415 (which reads this module)
+
+        return paired(self.ins, self.outs, self.names, self.jaxpr.jaxpr)
+
+    @functools.cached_property
+    def replaced(self) -> frozenset[int]:
+        """The arguments of whose bytes results replace at least half."""
+        stays = set(self.kept.values())
+        total: dict[int, float] = {}
+        for i, leaf in enumerate(self.ins):
+            total[leaf.arg] = total.get(leaf.arg, 0.0) + (leaf.nbytes if i in stays else -leaf.nbytes)
+        return frozenset(arg for arg, nbytes in total.items() if nbytes >= 0)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -78,14 +87,14 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
     jaxpr = jax.make_jaxpr(flat)(*shapes)
     numbers = [n for n, arg in enumerate(args) for _ in jtu.tree_leaves(arg)]
     paths = [path for path, _ in jtu.tree_flatten_with_path(args)[0]]
-    ins = tuple(_leaf(numbers[i], paths[i][1:], leaves[i]) for i in dynamic)
+    ins = tuple(_leaf(numbers[i], paths[i][1:], leaves[i], paths[i][1:]) for i in dynamic)
     arrays = [i for i, x in enumerate(result["leaves"]) if is_array(x)]
     static = [None if is_array(x) else x for x in result["leaves"]]
     outs = []
     for i in arrays:
         path = result["paths"][i]
         number, rest = (path[0].idx, path[1:]) if result["tuple"] else (0, path)
-        outs.append(_leaf(number, rest, result["leaves"][i]))
+        outs.append(_leaf(number, rest, result["leaves"][i], path))
     treedef_out = result["treedef"]
 
     def rebuild(values: list[Any]) -> Any:
@@ -94,11 +103,19 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
             filled[i] = x
         return jtu.tree_unflatten(treedef_out, filled)
 
-    return Traced(jaxpr, ins, tuple(outs), rebuild)
+    return Traced(jaxpr, ins, tuple(outs), rebuild, tuple(parameters(fn)))
 
 
-def _leaf(arg: int, path: Any, x: Any) -> Leaf:
-    return Leaf(arg, path_name(path), tuple(x.shape), dtype_name(x))
+def parameters(fn: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters; none if it does not tell them."""
+    try:
+        return list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _leaf(arg: int, path: Any, x: Any, keys: tuple[Any, ...]) -> Leaf:
+    return Leaf(arg, path_name(path), tuple(x.shape), dtype_name(x), keys)
 
 
 def _outline(jaxpr: Any) -> list[Any]:

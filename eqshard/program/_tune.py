@@ -95,7 +95,7 @@ class Tuning:
         return None if self.target is None else as_target(self.target)
 
     def _compiled(self, plans: Iterator[tuple[str, StepPlan]], study: Study) -> Iterator[_Tried]:
-        kept = sorted({study.traced.ins[i].arg for i in study.traced.kept.values()})
+        kept = sorted(study.traced.replaced)
         for n, (name, plan) in enumerate(itertools.islice(plans, self.most), 1):
             self.say(f"compiling candidate {n} of at most {self.most}: {name}")
             program = Program(constrain(plan, self.fn), self.args, plan.args, tuple(kept), dict(plan.options))

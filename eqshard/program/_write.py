@@ -1,10 +1,12 @@
 """Writes a choice down: a plan for each argument, and where in the program layouts are put."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 
 from jax.sharding import PartitionSpec
 
 from .._plan import LeafPlan, ShardingPlan
+from .._spec import fit_spec, spec_text
+from .._tree import path_name, type_text
 from ._cost import State
 from ._graph import Place
 from ._names import costs_of, dims_of
@@ -19,6 +21,10 @@ from ._together import reshape_mixed
 
 ROOM = 0.75
 """How much of the memory a plan may take that keeps more than it must: it is not known exactly."""
+LARGE = 1e6
+"""From how many bytes on a result that replaces no argument is noted."""
+MOST_RESULTS = 8
+"""How many of these results are noted one by one."""
 
 
 def written(study: Study, chosen: Chosen) -> StepPlan:
@@ -26,7 +32,8 @@ def written(study: Study, chosen: Chosen) -> StepPlan:
     traced, ins, p, choice = study.traced, study.ins, chosen.p, chosen.choice
     args: list[list[LeafPlan]] = [[] for _ in range(1 + max((leaf.arg for leaf in traced.ins), default=-1))]
     orders = Orders(p, choice, {v: spec for i, spec in chosen.given.items() if (v := ins[i]) is not None})
-    rests = [PartitionSpec() if v is None else orders.spec(v, state_of(p, choice, v)) for v in ins]
+    spec_of = lambda v: PartitionSpec() if v is None else orders.spec(v, state_of(p, choice, v))
+    rests = [spec_of(v) for v in ins]
     rests = [chosen.given.get(i, rest) for i, rest in enumerate(rests)]
     uses = _uses(p, choice, orders)
     for leaf, v, rest in zip(traced.ins, ins, rests):
@@ -36,13 +43,15 @@ def written(study: Study, chosen: Chosen) -> StepPlan:
     notes = [f"{n} of `{name}` are taken as they are: whole" for name, n in p.graph.unknown.items()]
     if choice.gap > 0.01:
         notes.append(f"the solver stopped {100 * choice.gap:.0f} % from what it could prove best")
+    results = _results(study, rests, spec_of)
+    notes += _new_results(study, results)
     busy = busy_seconds(p, chosen.own, choice)
     kept = _kept(p, choice)
     once = study.objective == "time" and (study.limit is None or chosen.held + kept <= ROOM * study.limit)
     return StepPlan(
         mesh=study.mesh,
         args=tuple(ShardingPlan(study.mesh, tuple(rows)) for rows in args),
-        inner=tuple(_points(p, choice, orders, ins, rests, traced.kept, once)),
+        inner=(*_points(p, choice, orders, ins, rests, once), *_result_points(results)),
         program=traced.fingerprint,
         seconds=busy + sum((m.exposed for m in moved(p, choice)), 0.0),
         compute_seconds=busy,
@@ -128,15 +137,13 @@ def _points(
     orders: Orders,
     ins: list[int | None],
     rests: list[PartitionSpec],
-    kept: Mapping[int, int],
     once: bool,
 ) -> list[Point]:
-    """Where layouts are written: at arguments, results, loop carries, what operations read and make.
+    """Where layouts are written: at arguments, loop carries, what operations read and make.
 
     **Arguments:**
 
     - `rests`: how the arguments lie.
-    - `kept`: of results the argument whose place each takes.
     - `once`: weights may be gathered once for the forward and the backward pass. XLA does so unless it is kept from it.
     """
     graph = p.graph
@@ -150,9 +157,7 @@ def _points(
             found[(), "arg", i] = rest
     for m in graph.moves:
         state = state_of(p, choice, m.target)
-        if m.slot >= 0 and not m.path:
-            found[(), "result", m.slot] = rests[kept[m.slot]]
-        elif m.slot >= 0 and state != state_of(p, choice, m.source):
+        if m.slot >= 0 and m.path and state != state_of(p, choice, m.source):
             write(m.path, "in", m.slot, state, m.target)
     for path, slot, v, made in graph.pins:
         write(path, "out" if made else "in", slot, state_of(p, choice, v), v)
@@ -172,3 +177,30 @@ def _points(
     for path, slot, v, want in () if once else _gathered_again(p, choice):
         write(path, "again", slot, want, v)
     return [(path, side, slot, spec) for (path, side, slot), spec in found.items()]
+
+
+def _results(
+    study: Study, rests: Sequence[PartitionSpec], spec_of: Callable[[int | None], PartitionSpec]
+) -> list[PartitionSpec]:
+    """The layouts of the results: of the arguments that they replace, or else as they are computed."""
+    kept, shapes = study.traced.kept, [leaf.shape for leaf in study.traced.outs]
+    computed = [fit_spec(spec_of(v), shape, study.mesh).spec for v, shape in zip(study.outs, shapes)]
+    return [rests[kept[i]] if i in kept else spec for i, spec in enumerate(computed)]
+
+
+def _result_points(results: Sequence[PartitionSpec]) -> list[Point]:
+    return [((), "result", i, spec) for i, spec in enumerate(results)]
+
+
+def _new_results(study: Study, results: Sequence[PartitionSpec]) -> list[str]:
+    """Notes on the large results that replace no argument."""
+    found = []
+    for i, (leaf, spec) in enumerate(zip(study.traced.outs, results)):
+        if i not in study.traced.kept and leaf.nbytes > LARGE:
+            what = f"result {path_name(leaf.keys)}" if leaf.keys else "the result"
+            found.append(
+                f"{what}, {type_text(leaf.shape, leaf.dtype)}, replaces no argument: it is laid out as "
+                f"{spec_text(spec)} and needs memory of its own"
+            )
+    more = len(found) - MOST_RESULTS
+    return found[:MOST_RESULTS] + ([f"so do {more} more results"] if more > 0 else [])
