@@ -12,7 +12,7 @@ from jax.sharding import auto_axes, NamedSharding, PartitionSpec
 
 from .._apply import apply
 from .._errors import MismatchError
-from .._tree import is_array
+from .._tree import is_array, struct_of
 from ._pieces import apart, bind, LOCAL, run_apart, run_scattered, SCATTER_ADD, summed_axes
 from ._step import StepPlan
 from ._trace import inner_jaxpr, recomputed, REMAT, scan_parts, trace, Traced
@@ -100,7 +100,6 @@ class _Writer:
     def run(self, closed: Any, args: list[Any]) -> list[Any]:
         args = [self.put(x, (), "arg", i) for i, x in enumerate(args)]
         out = self.evaluate(closed.jaxpr, closed.consts, args, ())
-        out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # a result may be a number
         return [self.put(x, (), "result", i) for i, x in enumerate(out)]
 
     def evaluate(self, jaxpr: Any, consts: Any, args: list[Any], path: tuple[int, ...]) -> list[Any]:
@@ -123,7 +122,7 @@ class _Writer:
             if out is None:
                 out = self.equation(eqn, ins, here) if here in self.inside else bind(eqn, ins)
             env.update((v, self.put(x, here, "out", s)) for s, (v, x) in enumerate(zip(eqn.outvars, out)))
-        return [read(v) for v in jaxpr.outvars]
+        return [_typed(read(v), v.aval) for v in jaxpr.outvars]
 
     def in_pieces(self, eqn: Any, ins: list[Any], path: tuple[int, ...]) -> list[Any] | None:
         """Runs an equation on each device's piece, if the plan has it so; None if it is XLA's to cut."""
@@ -170,7 +169,17 @@ class _Writer:
             pinned = [self.put(x, path, "carry", i - carries.start) if i in carries else x for i, x in enumerate(args)]
             return self.evaluate(jaxpr, consts, pinned, path)
 
-        return jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
+        return jax.make_jaxpr(body)(*(struct_of(v.aval) for v in jaxpr.invars))
+
+
+def _typed(x: Any, aval: Any) -> Any:
+    """A result as an array of the dtype and weak type that the program gives it: it may be a number, and what is
+    written instead of an equation may be strict where the equation is weak."""
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    weak = bool(getattr(aval, "weak_type", False))
+    if (x.dtype, bool(getattr(x, "weak_type", False))) == (aval.dtype, weak):
+        return x
+    return core.primitives.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=weak, sharding=None)
 
 
 def _mesh(plan: StepPlan, arrays: list[Any]) -> Any:
