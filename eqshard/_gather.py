@@ -14,7 +14,7 @@ from ._errors import ShardingError
 from ._mesh import MeshLike
 from ._plan import LeafPlan, replicated_plan, ShardingPlan
 from ._put import fetch, is_here, is_key
-from ._tree import array_leaves, shown, Tree
+from ._tree import array_leaves, shown, struct_of, Tree
 
 
 def replicate(tree: Tree, mesh: MeshLike) -> Tree:
@@ -67,7 +67,7 @@ def gather(tree: Tree, *, to: Literal["all"] | int | None = None) -> Tree:
     data = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
     host: list[Any] = [fetch(x) if isinstance(x, jax.Array) and not is_here(x) else x for x in data]
     if isinstance(to, int) and jax.process_index() != to:
-        host = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves]
+        host = [struct_of(x) if isinstance(x, jax.Array) else x for x in leaves]
         keys = {}
     for i, x in enumerate(host):
         if isinstance(x, jax.Array) and x.size == 0:  # from jit on Explicit axes, its pieces may have wrong shapes
@@ -77,7 +77,7 @@ def gather(tree: Tree, *, to: Literal["all"] | int | None = None) -> Tree:
         host[i] = x
     for i, x in enumerate(host):
         if isinstance(x, jax.ShapeDtypeStruct):
-            host[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+            host[i] = struct_of(x)
         elif i in keys:
             host[i] = jax.random.wrap_key_data(x, impl=keys[i])
     return jtu.tree_unflatten(treedef, host)

@@ -17,7 +17,7 @@ from ._mesh import MeshLike
 from ._names import Mode
 from ._rest import Rest, split, split_leaves
 from ._rows import batch_rows, DEFAULT_NAMES, Known, known, Layout, types_of
-from ._tree import Tree
+from ._tree import struct_of, Tree
 
 
 def parallel_map(
@@ -122,7 +122,7 @@ def _program(function: Rest, rest: Rest, lies: Known, out: Any, names: Known, mo
         @functools.partial(jax.jit, inline=True)
         def piece(constants: tuple[Any, ...], arrays: list[Any]) -> list[Any]:
             results, returned = split(function.join(list(constants))(rest.join(arrays)))
-            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+            shapes = [struct_of(x) for x in results]
             seen.append((returned, returned.join(shapes)))
             return results
 

@@ -84,6 +84,15 @@ def manual_axes(x: Any) -> frozenset[str]:
     return frozenset(jax.typeof(x).sharding.mesh.manual_axes) if isinstance(x, Tracer) else frozenset()
 
 
+def struct_of(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and weak type of an array, a tracer, a struct or an abstract value.
+
+    Without its weak type `jnp.asarray(0.1)` is a float32 that turns bfloat16 values into float32.
+    """
+    weak = bool(getattr(x, "weak_type", False))  # numpy arrays have none
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
+
+
 def dtype_name(x: Any) -> str:
     """The name of an array's dtype, also of extended ones: `float32`, `int4`, `key<fry>`."""
     return _dtype_name(x.dtype)

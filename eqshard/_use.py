@@ -107,7 +107,7 @@ def _compute_dtype(row: LeafPlan, dtype: DTypeLike | None) -> str:
 def _cast(x: Any, dtype: str) -> Any:
     if dtype_name(x) == dtype:
         return x
-    return x.update(dtype=jnp.dtype(dtype)) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+    return x.update(dtype=jnp.dtype(dtype), weak_type=False) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
 def _use_traced(plan: ShardingPlan, row: LeafPlan, x: Any, dtype: DTypeLike | None) -> Any:

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from program_checks import EAGER, mesh_of, shape
 from result_forms import FORMS, make_args, make_step
 
 import eqshard
-from eqshard.program._trace import trace
 
 
 def arrays(tree):

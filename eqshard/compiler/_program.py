@@ -15,7 +15,7 @@ from .._errors import MeshError, ShardingError
 from .._mesh import MeshSpec
 from .._plan import match, named_shardings, ShardingPlan
 from .._spec import canonical
-from .._tree import is_array, path_name
+from .._tree import is_array, path_name, struct_of
 from ._flops import count_flops, Flops
 from ._targets import Target, TargetError
 from ._worker import Job
@@ -66,7 +66,7 @@ class Flat:
         out = []
         for leaf, layout in zip(self.leaves, self.layouts):
             where = None if layout is None else NamedSharding(mesh, layout[0], memory_kind=layout[1])
-            out.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where))
+            out.append(struct_of(leaf, where))
         return out
 
 

@@ -14,6 +14,7 @@ from jax.export import Exported
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._mesh import MeshSpec
+from .._tree import struct_of
 from ._targets import Target
 
 
@@ -86,7 +87,7 @@ def _compile(job: Job, devices: list[Any], dump: pathlib.Path | None) -> Answer:
     nothing = NamedSharding(mesh, PartitionSpec()) if not any(job.shardings) else None
     for aval, layout in zip(job.exported.in_avals, job.shardings):
         sharding = nothing if layout is None else NamedSharding(mesh, layout[0], memory_kind=layout[1])
-        structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
+        structs.append(struct_of(aval, sharding))
     lowered = jax.jit(job.exported.call, donate_argnums=job.donated, keep_unused=True).lower(*structs)
     places = tuple(tuple(getattr(d, "coords", None) or (d.id,)) for d in mesh.devices.flat)
     return compile_lowered(lowered, dict(job.options), places, dump)

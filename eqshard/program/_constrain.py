@@ -13,7 +13,7 @@ from jax.sharding import auto_axes, NamedSharding, PartitionSpec
 from .._apply import apply
 from .._errors import MismatchError
 from .._spec import check
-from .._tree import is_array
+from .._tree import is_array, struct_of
 from ._local import bind, clamped_starts, run_local
 from ._partition_rules import axes_of, DimNames, partition_rule, PartitionRule, PINNED_RULES, restrict
 from ._step import StepPlan
@@ -113,7 +113,6 @@ class _Writer:
     def run(self, closed: Any, args: list[Any]) -> list[Any]:
         args = [self.put(x, (), "arg", i) for i, x in enumerate(args)]
         out = self.evaluate(closed.jaxpr, closed.consts, args, ())
-        out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # a result may be a number
         return [self.put(x, (), "result", i) for i, x in enumerate(out)]
 
     def evaluate(self, jaxpr: Any, consts: Any, args: list[Any], path: tuple[int, ...]) -> list[Any]:
@@ -140,7 +139,7 @@ class _Writer:
             else:
                 out = bind(eqn, ins)
             env.update((v, self.put(x, here, "out", s)) for s, (v, x) in enumerate(zip(eqn.outvars, out)))
-        return [read(v) for v in jaxpr.outvars]
+        return [_typed(read(v), v.aval) for v in jaxpr.outvars]
 
     def partitioned(self, eqn: Any, ins: list[Any], path: tuple[int, ...], rule: PartitionRule) -> list[Any]:
         """Runs an equation that has a partition rule, sharded along independent dimensions only."""
@@ -202,7 +201,17 @@ class _Writer:
             pinned = [self.put(x, path, "carry", i - carries.start) if i in carries else x for i, x in enumerate(args)]
             return self.evaluate(jaxpr, consts, pinned, path)
 
-        return jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
+        return jax.make_jaxpr(body)(*(struct_of(v.aval) for v in jaxpr.invars))
+
+
+def _typed(x: Any, aval: Any) -> Any:
+    """A result as an array of the dtype and weak type that the program gives it: it may be a number, and what is
+    written instead of an equation may be strict where the equation is weak."""
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    weak = bool(getattr(aval, "weak_type", False))
+    if (x.dtype, bool(getattr(x, "weak_type", False))) == (aval.dtype, weak):
+        return x
+    return core.primitives.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=weak, sharding=None)
 
 
 def _mesh(plan: StepPlan, arrays: list[Any]) -> Any:

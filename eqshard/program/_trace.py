@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .._tree import dtype_name, is_array, itemsize, path_name
+from .._tree import dtype_name, is_array, itemsize, path_name, struct_of
 from .._value import digest
 
 
@@ -83,8 +83,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
         result["tuple"] = isinstance(out, tuple) and not hasattr(out, "_fields")
         return [x for x in result["leaves"] if is_array(x)]
 
-    shapes = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in dynamic]
-    jaxpr = jax.make_jaxpr(flat)(*shapes)
+    jaxpr = jax.make_jaxpr(flat)(*(struct_of(leaves[i]) for i in dynamic))
     numbers = [n for n, arg in enumerate(args) for _ in jtu.tree_leaves(arg)]
     paths = [path for path, _ in jtu.tree_flatten_with_path(args)[0]]
     ins = tuple(_leaf(numbers[i], paths[i][1:], leaves[i], paths[i][1:]) for i in dynamic)
