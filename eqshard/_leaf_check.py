@@ -13,7 +13,7 @@ import numpy as np
 
 from ._errors import FormatError
 from ._put import is_key
-from ._tree import dtype_name, is_array, is_dtype_name, named_leaves
+from ._tree import dtype_name, is_array, named_leaves
 from ._value import header, Reader, Value, whole_number
 
 
@@ -195,7 +195,8 @@ class _Spread:
 
     def _verdict(self, found: np.ndarray, off: np.ndarray) -> tuple[str, str]:
         if not off.any():
-            return "ok", "equal"
+            finite = self.plain.size == 0 or np.isfinite(self.plain).any()
+            return "ok", "equal" if finite else "equal, but nowhere finite"
         magnitude = np.where(np.isfinite(self.plain), np.abs(self.plain), 0.0)
         limit = FACTOR * self.reach + ULPS * self.eps * magnitude
         beyond = off > limit
@@ -204,8 +205,7 @@ class _Spread:
             # Of elements that flip, few runs of noise miss some: as large a noise elsewhere in the leaf excuses a few.
             alike = int((FACTOR * self.reach >= np.median(off[beyond])).sum())
             if count > SHARE * alike:
-                worst = float(np.max(off[beyond] / np.maximum(limit[beyond], 1e-300)))
-                return "fault", f"{count} of {off.size} elements beyond rounding, by up to {_times(worst)}"
+                return "fault", f"{count} of {off.size} elements beyond rounding{_times(off[beyond], limit[beyond])}"
         scale = abs(self._scale(found))
         if self.float and scale > SCALE_FACTOR * self.scale + ULPS * self.eps:
             return "fault", f"scaled by {1 + self._scale(found):.6g}"
@@ -221,8 +221,10 @@ class _Spread:
         return float(np.sum((b - a) / size * (a / size)) / np.sum((a / size) ** 2))
 
 
-def _times(ratio: float) -> str:
-    return "more than 1000 times" if ratio > 1000 else f"{ratio:.3g} times"
+def _times(off: np.ndarray, limit: np.ndarray) -> str:
+    if not limit.all() or not np.isfinite(off).all():
+        return ""
+    return f", up to {min(float(np.max(off / np.maximum(limit, off / 1e6))), 1e6):.3g} times what it explains"
 
 
 def _numbers(x: Any) -> np.ndarray:

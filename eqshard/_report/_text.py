@@ -9,7 +9,7 @@ from .._fold import fold
 from .._issue import Issue
 from .._leaf_check import LeafCheck, Verification
 from .._plan import ShardingPlan
-from .._tree import shown, size_text
+from .._tree import is_dtype_name, shown, size_text, type_text
 from ._words import count_text, fold_issues, largest, mesh_text, ratio_text, Row, rows_of, short_type, spec_words
 
 
@@ -164,5 +164,6 @@ def verification_text(found: Verification, width: int, most: int) -> str:
 
 
 def _check_cells(leaf: LeafCheck) -> list[str]:
-    shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    return [leaf.path or "(the array)", shape, *(f"{n:.1e}" for n in (leaf.max_abs, leaf.max_rel, leaf.noise)), leaf.verdict]
+    kind = type_text(leaf.shape, leaf.dtype) if is_dtype_name(leaf.dtype) else leaf.dtype
+    numbers = [f"{n:.1e}" for n in (leaf.max_abs, leaf.max_rel, leaf.noise)]
+    return [leaf.path or "(the array)", kind, *numbers, leaf.verdict]
