@@ -111,6 +111,8 @@ if TYPE_CHECKING:
         ShardStats as ShardStats,
     )
     from ._share import process_share as process_share, process_slice as process_slice, Share as Share
+    from ._leaf_check import LeafCheck as LeafCheck, Verification as Verification
+    from ._verify import verify as verify
     from .compiler import (
         Collective as Collective,
         collectives as collectives,
@@ -147,6 +149,8 @@ _LATER = {
     "_shard_info": "batch_statistics ShardedLeaf ShardInfo ShardStats",
     "_share": "process_share process_slice Share",
     "_report": "report visualize_leaf",
+    "_leaf_check": "LeafCheck Verification",
+    "_verify": "verify",
     "checkpoint": "",
     "compiler": "Collective collectives compile_report compile_reports CompileReport Program TargetError",
     "program": "best_mesh BestMesh constrain step_plan StepPlan",

@@ -8,6 +8,7 @@ from .._check import validate
 from .._diff import Diff
 from .._errors import ShardingError
 from .._issue import Issue
+from .._leaf_check import Verification
 from .._plan import ShardingPlan
 from .._tree import Tree
 from ..compiler import CompileReport
@@ -15,11 +16,11 @@ from ._compile_page import compile_page
 from ._compile_text import compile_rich, compile_text
 from ._page import plan_page, text_page
 from ._rich import plan_rich
-from ._text import analysis_text, diff_text, issues_text, plan_text
+from ._text import analysis_text, diff_text, issues_text, plan_text, verification_text
 
 
 def report(
-    x: ShardingPlan | Analysis | Diff | CompileReport | Sequence[Issue],
+    x: ShardingPlan | Analysis | Diff | CompileReport | Verification | Sequence[Issue],
     tree: Tree = None,
     *,
     format: str = "text",
@@ -40,7 +41,7 @@ def report(
 
     **Arguments:**
 
-    - `x`: what `auto_plan` and its like, `analyze`, `diff`, `validate` or `compile_report` return.
+    - `x`: what `auto_plan` and its like, `analyze`, `diff`, `validate`, `verify` or `compile_report` return.
     - `tree`: what a plan is for, to be checked and counted with it, as in `validate` and `analyze`.
     - `format`: `"text"`; `"rich"`, for a plan a table that a `rich.console.Console` prints (needs rich); `"html"`, one
         page that needs nothing else, neither network nor files.
@@ -72,6 +73,8 @@ def report(
         text = analysis_text(x, width)
     elif isinstance(x, Diff):
         text = diff_text(x, width, rows)
+    elif isinstance(x, Verification):
+        text = verification_text(x, width, rows)
     else:
         text = issues_text(x, width)
     if format == "rich":

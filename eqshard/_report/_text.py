@@ -7,8 +7,9 @@ from .._analyze import Analysis
 from .._diff import Diff, Move
 from .._fold import fold
 from .._issue import Issue
+from .._leaf_check import LeafCheck, Verification
 from .._plan import ShardingPlan
-from .._tree import size_text
+from .._tree import is_dtype_name, shown, size_text, type_text
 from ._words import count_text, fold_issues, largest, mesh_text, ratio_text, Row, rows_of, short_type, spec_words
 
 
@@ -139,3 +140,30 @@ def diff_text(found: Diff, width: int, most: int) -> str:
 def _move_cells(path: str, move: Move, times: int) -> list[str]:
     cells = [path or "(the array)", spec_words(move.before), spec_words(move.after), move.how]
     return [*cells, size_text(move.receives * times)]
+
+
+def verification_text(found: Verification, width: int, most: int) -> str:
+    """A verification: the verdict, the leaves with the largest difference for their noise, and why some are at fault."""
+    leaves = f"{len(found)} lea{'f' if len(found) == 1 else 'ves'}"
+    if found.ok:
+        lines = [f"ok: {leaves}, no difference beyond rounding (noise of {found.runs} runs)"]
+    else:
+        lines = [f"FAULT: {len(found.faults)} of {leaves} differ by more than rounding (noise of {found.runs} runs)"]
+    titles = ["leaf", "type", "max abs", "max rel", "noise", "verdict"]
+    # Faults first, then what differs most for its noise; those that are equal keep the order of the tree.
+    order = sorted(found, key=lambda leaf: (leaf.ok, -leaf.max_abs / leaf.noise if leaf.noise else 0.0))
+    if order:
+        lines += ["", columns(titles, [_check_cells(leaf) for leaf in order[:most]], width)]
+        lines += [f"… and {len(order) - most} more leaves"] if len(order) > most else []
+    faults = [f"fault in {shown(leaf.path)}: {leaf.why}" for leaf in found.faults]
+    lines += ["", *faults[:most]] if faults else []
+    return "\n".join(
+        line if "  " in line else textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False)
+        for line in lines
+    )
+
+
+def _check_cells(leaf: LeafCheck) -> list[str]:
+    kind = type_text(leaf.shape, leaf.dtype) if is_dtype_name(leaf.dtype) else leaf.dtype
+    numbers = [f"{n:.1e}" for n in (leaf.max_abs, leaf.max_rel, leaf.noise)]
+    return [leaf.path or "(the array)", kind, *numbers, leaf.verdict]
