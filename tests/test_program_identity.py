@@ -329,7 +329,7 @@ def test_reading_a_long_program_is_fast():
     traced = trace(deep(20_000), (X,))
     start = time.perf_counter()
     assert len(traced.fingerprint) == 64
-    assert time.perf_counter() - start < 5  # 0.3 s on a quiet machine
+    assert time.perf_counter() - start < 5
 
 
 def test_layouts_that_an_inner_jit_asks_for_count():
