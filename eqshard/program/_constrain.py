@@ -15,7 +15,9 @@ from .._errors import MismatchError
 from .._spec import check
 from .._tree import is_array, struct_of
 from ._local import bind, clamped_starts, run_local
+from ._outline import refusal
 from ._partition_rules import axes_of, DimNames, partition_rule, PartitionRule, PINNED_RULES, restrict
+from ._places import Places
 from ._step import StepPlan
 from ._trace import inner_jaxpr, jaxprs_in, recomputed, REMAT, scan_parts, trace, Traced
 
@@ -46,17 +48,14 @@ def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
     def constrained(*args: Any) -> Any:
         traced = trace(fn, args)
         if traced.fingerprint != plan.program:
-            raise MismatchError(
-                "this is not the program that was planned: another function, other shapes, or other static arguments. "
-                "Call `step_plan` with the same function and arguments."
-            )
+            raise MismatchError(refusal(plan.args, plan.outline, dict(plan.versions), traced))
         if "explicit" not in plan.mesh.axis_types:
             arrays = [x for x in jtu.tree_leaves(args) if is_array(x)]
-            return traced.rebuild(_Writer(plan, arrays).run(traced.jaxpr, arrays))
+            return traced.rebuild(_Writer(plan, traced, arrays).run(traced.jaxpr, arrays))
         # Inside, layouts are the plan's affair: the axes are made Auto there, and Explicit again for the results.
         placed = [apply(p, arg) for p, arg in zip(plan.args, args)]
         arrays = [x for x in jtu.tree_leaves([*placed, *args[len(placed) :]]) if is_array(x)]
-        run = lambda *xs: tuple(_Writer(plan, list(xs)).run(traced.jaxpr, list(xs)))
+        run = lambda *xs: tuple(_Writer(plan, traced, list(xs)).run(traced.jaxpr, list(xs)))
         where = _mesh(plan, arrays)
         results = tuple(NamedSharding(where, spec) for spec in _results(plan, traced))
         out: Any = auto_axes(run, axes=plan.mesh.names, out_sharding=results)(*arrays)
@@ -94,11 +93,13 @@ def _after(made: list[Any], eqn: Any, ins: list[Any], env: dict[Any, Any]) -> li
 
 
 class _Writer:
-    def __init__(self, plan: StepPlan, arrays: list[Any]):
+    def __init__(self, plan: StepPlan, traced: Traced, arrays: list[Any]):
+        places = Places(traced.jaxpr.jaxpr)
+        inner = [(places.actual(path), side, slot, spec) for path, side, slot, spec in plan.inner]
         self.points: dict[tuple[tuple[int, ...], str, int], PartitionSpec] = {
-            (path, side, slot): spec for path, side, slot, spec in plan.inner
+            (path, side, slot): spec for path, side, slot, spec in inner if path is not None
         }
-        self.inside = {path[:n] for path, *_ in plan.inner for n in range(1, len(path) + 1)}
+        self.inside = {path[:n] for path, *_ in self.points for n in range(1, len(path) + 1)}
         self.mesh = _mesh(plan, arrays)
         self.sizes = dict(plan.mesh.shape)
 

@@ -14,6 +14,7 @@ from .._plan import ShardingPlan
 from .._spec import spec_from_list, spec_to_list
 from .._tree import size_text
 from .._value import header, Reader, Value, whole_number
+from ._outline import Outline
 
 
 Point = tuple[tuple[int, ...], str, int, PartitionSpec]
@@ -60,6 +61,7 @@ class Alternative:
     """Why it lost."""
 
 
+OLD = "made by an older eqshard, which did not record the program: `constrain` refuses it, so plan again"
 SIDES = ("arg", "in", "again", "way", "out", "carry", "result")
 
 
@@ -85,7 +87,8 @@ class StepPlan(Value):
     inner: tuple[Point, ...] = eqx.field(static=True)
     """The layouts that `constrain` writes into the program."""
     program: str = eqx.field(static=True)
-    """A fingerprint of the program that this is a plan of."""
+    """A hash of the program that this is a plan of: primitives, parameters, types and data flow. The same in every
+    process, with and without `jit` around the step."""
     seconds: float = eqx.field(static=True, default=0.0)
     """The predicted time of a step."""
     compute_seconds: float = eqx.field(static=True, default=0.0)
@@ -102,6 +105,10 @@ class StepPlan(Value):
     """The dimensions that products cut."""
     alternatives: tuple[Alternative, ...] = eqx.field(static=True, default=())
     """What else was looked at, and what it would have cost."""
+    outline: Outline | None = eqx.field(static=True, default=None)
+    """The program in short, to say how another one differs; None in plans of older versions."""
+    versions: tuple[tuple[str, str], ...] = eqx.field(static=True, default=())
+    """The versions of eqshard and jax that made the plan."""
 
     def _key(self) -> Any:
         return self.mesh, self.args, self.inner, self.program, self.options
@@ -143,6 +150,8 @@ class StepPlan(Value):
             "costs": [asdict(cost) for cost in self.costs],
             "dims": [asdict(dim) for dim in self.dims],
             "alternatives": [asdict(other) for other in self.alternatives],
+            "outline": None if self.outline is None else self.outline.to_dict(),
+            "versions": [list(pair) for pair in self.versions],
         }
 
     @classmethod
@@ -150,7 +159,7 @@ class StepPlan(Value):
         read = Reader(data, "step")
         read.header()
         numbers = ("seconds", "compute_seconds", "bytes_per_device")
-        extras = ("costs", "dims", "alternatives")
+        extras = ("costs", "dims", "alternatives", "outline", "versions")
         read.only("format", "version", "args", "inner", "program", "mesh", "notes", "options", *numbers, *extras)
         inner = []
         for entry in read.get("inner", list):
@@ -158,18 +167,18 @@ class StepPlan(Value):
                 raise FormatError("step: `inner` holds [place, side, slot, spec] lists.")
             place = tuple(whole_number(n, "step: place") for n in entry[0])
             inner.append((place, entry[1], whole_number(entry[2], "step: slot"), spec_from_list(entry[3], "step")))
-        options = []
-        for pair in read.get("options", list, []):
-            if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, str) for x in pair)):
-                raise FormatError("step: `options` holds [name, value] pairs of strings.")
-            options.append((pair[0], pair[1]))
+        outline = read.get("outline", (Mapping, type(None)), None)
+        notes = read.strings("notes", ())
+        notes += (OLD,) if outline is None and OLD not in notes else ()
         return cls(
             mesh=MeshSpec.from_dict(read.get("mesh", Mapping)),
             args=tuple(ShardingPlan.from_dict(plan) for plan in read.get("args", list)),
             inner=tuple(inner),
             program=read.get("program", str),
-            notes=read.strings("notes", ()),
-            options=tuple(options),
+            notes=notes,
+            options=_pairs(read, "options"),
+            outline=None if outline is None else Outline.from_dict(outline),
+            versions=_pairs(read, "versions"),
             costs=tuple(_cost(entry) for entry in read.get("costs", list, [])),
             dims=tuple(_dim(entry) for entry in read.get("dims", list, [])),
             alternatives=tuple(_alternative(entry) for entry in read.get("alternatives", list, [])),
@@ -181,6 +190,15 @@ def _reader(entry: Any, what: str) -> Reader:
     if not isinstance(entry, Mapping):
         raise FormatError(f"step: `{what}` holds objects.")
     return Reader(entry, f"step: {what}")
+
+
+def _pairs(read: Reader, name: str) -> tuple[tuple[str, str], ...]:
+    found = []
+    for pair in read.get(name, list, []):
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, str) for x in pair)):
+            raise FormatError(f"step: `{name}` holds [name, value] pairs of strings.")
+        found.append((pair[0], pair[1]))
+    return tuple(found)
 
 
 def _cost(entry: Any) -> Cost:

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
+from jax.extend.core import ClosedJaxpr, Literal
 
 from .._tree import dtype_name, is_array, itemsize, path_name, struct_of
-from .._value import digest
+from ._identity import identify, Identity, transparent, type_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Traced:
     """The step's result from its array leaves."""
     names: tuple[str, ...] = ()
     """The names of the parameters, where they are known."""
+    static: tuple[tuple[str, Any], ...] = ()
+    """Leaves of the arguments that are no arrays, with their paths among all arguments."""
 
     @functools.cached_property
     def kept(self) -> dict[int, int]:
@@ -61,10 +64,16 @@ class Traced:
         return frozenset(arg for arg, nbytes in total.items() if nbytes >= 0)
 
     @functools.cached_property
+    def identity(self) -> Identity:
+        """Which program this is."""
+        leaves = [f"{x.arg}{x.path}" for x in self.ins]
+        outs = [f"{x.arg}{x.path}: {type_of(aval)}" for x, aval in zip(self.outs, self.jaxpr.out_avals)]
+        return identify(self.jaxpr, [*leaves, "->", *outs])
+
+    @property
     def fingerprint(self) -> str:
-        """What the program is: its equations and shapes, not its numbers."""
-        leaves = [[(x.path, list(x.shape), x.dtype) for x in side] for side in (self.ins, self.outs)]
-        return digest([leaves, _outline(self.jaxpr.jaxpr)])
+        """A hash of the program: primitives, parameters, types and data flow."""
+        return self.identity.digest
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
@@ -83,11 +92,12 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
         result["tuple"] = isinstance(out, tuple) and not hasattr(out, "_fields")
         return [x for x in result["leaves"] if is_array(x)]
 
-    jaxpr = jax.make_jaxpr(flat)(*(struct_of(leaves[i]) for i in dynamic))
+    jaxpr = _unwrapped(jax.make_jaxpr(flat)(*(struct_of(leaves[i]) for i in dynamic)))
     numbers = [n for n, arg in enumerate(args) for _ in jtu.tree_leaves(arg)]
     paths = [path for path, _ in jtu.tree_flatten_with_path(args)[0]]
     ins = tuple(_leaf(numbers[i], paths[i][1:], leaves[i], paths[i][1:]) for i in dynamic)
     arrays = [i for i, x in enumerate(result["leaves"]) if is_array(x)]
+    constant = tuple((path_name(paths[i]), x) for i, x in enumerate(leaves) if not is_array(x))
     static = [None if is_array(x) else x for x in result["leaves"]]
     outs = []
     for i in arrays:
@@ -102,7 +112,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
             filled[i] = x
         return jtu.tree_unflatten(treedef_out, filled)
 
-    return Traced(jaxpr, ins, tuple(outs), rebuild, tuple(parameters(fn)))
+    return Traced(jaxpr, ins, tuple(outs), rebuild, tuple(parameters(fn)), constant)
 
 
 def parameters(fn: Callable[..., Any]) -> list[str]:
@@ -117,12 +127,23 @@ def _leaf(arg: int, path: Any, x: Any, keys: tuple[Any, ...]) -> Leaf:
     return Leaf(arg, path_name(path), tuple(x.shape), dtype_name(x), keys)
 
 
-def _outline(jaxpr: Any) -> list[Any]:
-    lines = []
-    for eqn in jaxpr.eqns:
-        inner = [_outline(j) for v in eqn.params.values() for j in jaxprs_in(v)]
-        lines.append([eqn.primitive.name, [list(getattr(v.aval, "shape", ())) for v in eqn.outvars], inner])
-    return lines
+def _unwrapped(closed: Any) -> Any:
+    """A step in `jit` wrappers, without them: planned as it is without them."""
+    jaxpr = closed.jaxpr
+    if len(jaxpr.eqns) != 1 or not transparent(jaxpr.eqns[0]):
+        return closed
+    (eqn,), inner = jaxpr.eqns, jaxpr.eqns[0].params["jaxpr"]
+    if any(isinstance(v, Literal) for v in eqn.invars) or len(set(eqn.invars)) < len(eqn.invars):
+        return closed
+    known = dict(zip(eqn.invars, inner.jaxpr.invars)) | dict(zip(eqn.outvars, inner.jaxpr.outvars))
+    names = lambda side: [v if isinstance(v, Literal) else known.get(v, v) for v in side]
+    new = jaxpr.replace(
+        constvars=[*names(jaxpr.constvars), *inner.jaxpr.constvars],
+        invars=names(jaxpr.invars),
+        outvars=names(jaxpr.outvars),
+        eqns=inner.jaxpr.eqns,
+    )
+    return _unwrapped(ClosedJaxpr(new, [*closed.consts, *inner.consts]))
 
 
 CALLS = frozenset(

@@ -11,6 +11,8 @@ from ._cost import State
 from ._graph import Place
 from ._names import costs_of, dims_of
 from ._order import Orders
+from ._outline import Outline, versions
+from ._places import Places
 from ._price import busy_seconds, move_states, moved, state_of
 from ._problem import Problem, require
 from ._solve import Choice
@@ -48,11 +50,15 @@ def written(study: Study, chosen: Chosen) -> StepPlan:
     busy = busy_seconds(p, chosen.own, choice)
     kept = _kept(p, choice)
     once = study.objective == "time" and (study.limit is None or chosen.held + kept <= ROOM * study.limit)
+    places = Places(traced.jaxpr.jaxpr)
+    points = [*_points(p, choice, orders, ins, rests, once), *_result_points(results)]
     return StepPlan(
         mesh=study.mesh,
         args=tuple(ShardingPlan(study.mesh, tuple(rows)) for rows in args),
-        inner=(*_points(p, choice, orders, ins, rests, once), *_result_points(results)),
+        inner=tuple((places.canonical(path), side, slot, spec) for path, side, slot, spec in points),
         program=traced.fingerprint,
+        outline=Outline.of(traced),
+        versions=versions(),
         seconds=busy + sum((m.exposed for m in moved(p, choice)), 0.0),
         compute_seconds=busy,
         bytes_per_device=chosen.held + (kept if once else 0.0),
