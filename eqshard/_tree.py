@@ -85,8 +85,23 @@ def manual_axes(x: Any) -> frozenset[str]:
 
 
 def dtype_name(x: Any) -> str:
-    """The name of an array's dtype, also of extended ones: `float32`, `int4`, `key<fry>`."""
-    return _dtype_name(x.dtype)
+    """The name of the dtype that JAX holds an array in, also of extended ones: `float32`, `int4`, `key<fry>`.
+
+    Of numpy arrays and `jax.ShapeDtypeStruct`s of 64 bits, that is the one of 32 bits, unless `jax_enable_x64` is on.
+    """
+    name = _dtype_name(x.dtype)
+    if name not in _WIDE or isinstance(x, jax.Array):
+        return name
+    return narrow_dtype(x.dtype) or name
+
+
+_WIDE = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}
+
+
+def narrow_dtype(dtype: Any) -> str | None:
+    """The name of the dtype that JAX narrows `dtype` to; None if it leaves it alone."""
+    name = _WIDE.get(_dtype_name(dtype))
+    return None if jax.config.jax_enable_x64 else name  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache

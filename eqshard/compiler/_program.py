@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, use_abstract_mesh
 
 from .._errors import MeshError, ShardingError
 from .._mesh import MeshSpec
+from .._narrow import held
 from .._plan import match, named_shardings, ShardingPlan
 from .._spec import canonical
 from .._tree import is_array, path_name
@@ -66,7 +67,7 @@ class Flat:
         out = []
         for leaf, layout in zip(self.leaves, self.layouts):
             where = None if layout is None else NamedSharding(mesh, layout[0], memory_kind=layout[1])
-            out.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where))
+            out.append(held(leaf).update(sharding=where))
         return out
 
 

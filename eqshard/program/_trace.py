@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
+from .._narrow import held
 from .._tree import dtype_name, is_array, path_name
 from .._value import digest
 
@@ -74,7 +75,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
         result["tuple"] = isinstance(out, tuple) and not hasattr(out, "_fields")
         return [x for x in result["leaves"] if is_array(x)]
 
-    shapes = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in dynamic]
+    shapes = [held(leaves[i]) for i in dynamic]
     jaxpr = jax.make_jaxpr(flat)(*shapes)
     numbers = [n for n, arg in enumerate(args) for _ in jtu.tree_leaves(arg)]
     paths = [path for path, _ in jtu.tree_flatten_with_path(args)[0]]
