@@ -10,13 +10,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
-from ._errors import MeshError, MismatchError, ShardingError
+from ._errors import MeshError, ShardingError
 from ._match import loose_rows
 from ._mesh import MeshLike, MeshSpec
+from ._narrow import narrow
 from ._plan import LeafPlan, match, named_shardings, ShardingPlan
 from ._put import is_key, put_all
 from ._spec import canonical, check, entries, entry_axes, fit_spec, spec_text, UNCONSTRAINED
-from ._tree import dtype_name, manual_axes, shown, Tree
+from ._tree import dtype_name, manual_axes, Tree
 
 
 def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
@@ -47,7 +48,8 @@ def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
 
     **Raises:**
 
-    - `MismatchError`: the tree is not the one that was planned.
+    - `MismatchError`: the tree is not the one that was planned; or an integer of a 64-bit numpy array does not fit
+        into the 32 bits that JAX holds.
     - `ShardingError`: a row of the plan does not fit its mesh.
     """
     leaves, treedef = jtu.tree_flatten(tree)
@@ -65,6 +67,7 @@ def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
             out[i] = _constrain(x, rows[row], plan)
         elif isinstance(x, jax.ShapeDtypeStruct):
             structs = _struct_shardings(plan) if structs is None else structs
+            x = narrow(x, rows[row].path)
             out[i] = x if x.sharding == structs[row] else x.update(sharding=structs[row])
         else:
             concrete.add(type(x))
@@ -84,22 +87,17 @@ def _put(plan: ShardingPlan, put: list[tuple[int, int]], out: list[Any], donate:
     arrays: list[Any] = []
     shardings: list[NamedSharding] = []
     asked: list[tuple[int, int, int]] = []
-    exact: set[Any] = set()
     loose = loose_rows(plan._rows)
     for i, row in put:
         x, target = out[i], targets[row]
         if row in loose:
             target = _settled(rows[row], plan.build(), x)
-        if isinstance(x, np.ndarray):
-            if x.dtype not in exact:
-                _check_exact(x, rows[row])
-                exact.add(x.dtype)
-        elif x.committed and _lies(x, target):
+        if not isinstance(x, np.ndarray) and x.committed and _lies(x, target):
             continue
         key = id(x), id(target)
         if key not in where:
             where[key] = len(arrays)
-            arrays.append(x)
+            arrays.append(narrow(x, rows[row].path))
             shardings.append(target)
         asked.append((i, row, where[key]))
     if not arrays:
@@ -132,15 +130,6 @@ def _keep(spec: PartitionSpec, here: PartitionSpec) -> PartitionSpec:
         tuple(a for a in entry_axes(now[d]) if a not in said) if e is UNCONSTRAINED else e for d, e in enumerate(spec)
     ]
     return canonical(PartitionSpec(*kept))
-
-
-def _check_exact(x: Any, leaf: LeafPlan) -> None:
-    """Refuses to let JAX narrow a 64-bit numpy array behind the user's back."""
-    if isinstance(x, np.ndarray) and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
-        raise MismatchError(
-            f"{shown(leaf.path)} is {x.dtype}, which JAX would narrow to {jax.dtypes.canonicalize_dtype(x.dtype)}. "
-            'Cast it yourself, or call `jax.config.update("jax_enable_x64", True)`.'
-        )
 
 
 def _struct_shardings(plan: ShardingPlan) -> list[NamedSharding]:

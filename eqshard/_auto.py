@@ -109,15 +109,7 @@ def auto_plan(
 
 def plan_leaves(tree: Tree, mesh: MeshSpec, row: Row) -> ShardingPlan:
     """A plan with a row for each array leaf of `tree`."""
-    names: dict[Any, str] = {}
-    rows = []
-    for path, leaf in named_leaves(tree):
-        if not is_array(leaf):
-            continue
-        name = names.get(leaf.dtype)
-        if name is None:  # numpy works out the name of a dtype anew each time
-            name = names[leaf.dtype] = dtype_name(leaf)
-        rows.append(row(path, tuple(leaf.shape), name))
+    rows = [row(path, tuple(leaf.shape), dtype_name(leaf)) for path, leaf in named_leaves(tree) if is_array(leaf)]
     return ShardingPlan(mesh, rows)
 
 

@@ -10,9 +10,10 @@ from jax.core import Tracer
 from ._agree import agree, value_digest
 from ._apply import constrain_to
 from ._axes import PartitionAxis
-from ._errors import MismatchError, ShardingError
+from ._errors import ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._names import Mode
+from ._narrow import narrow
 from ._pad import padded, rows_sharding
 from ._put import can_cut, cut, from_part, is_global, is_here, is_key, put_all
 from ._rows import batch_rows, DEFAULT_NAMES, known, Layout, Row, types_of
@@ -37,8 +38,8 @@ def shard_batch(
 
     A spec is cut to each leaf's rank, so scalars are whole on every device. Strings, Python numbers, functions and
     other leaves pass through. Integers never change: a 64-bit one that JAX would narrow must fit, or it is an error.
-    (Floating point numbers of 64 bits become 32 bits, as everywhere in JAX, unless they overflow.) In a traced function
-    the layout becomes a constraint, as by `apply`.
+    (Floating-point numbers of 64 bits become 32 bits, as everywhere in JAX.) In a traced function the layout becomes a
+    constraint, as by `apply`.
 
     ```python
     import eqshard, numpy as np
@@ -125,7 +126,7 @@ def place_leaves(leaves: list[Any], lies: tuple[Row | None, ...], local: bool, c
             continue
         x = leaves[i]
         if isinstance(x, np.ndarray):
-            x = _exact(x, row.path) if row.wide else x
+            x = narrow(x, row.path) if row.wide else x
             if at_once and type(x) is np.ndarray:
                 out[i] = cut(x, row.sharding)
                 continue
@@ -165,44 +166,10 @@ def _from_part(x: Any, row: Row) -> Any:
 
 def _constrained(x: Any, row: Row, local: bool) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        return x.update(shape=row.whole, sharding=row.sharding)
+        return narrow(x, row.path).update(shape=row.whole, sharding=row.sharding)
     if local:
         raise ShardingError(f"{shown(row.path)} is being traced, so it is global already: leave out `local=True`.")
     return constrain_to(x, row.spec, MeshSpec.of(row.sharding.mesh))
-
-
-def _exact(x: np.ndarray, path: str) -> np.ndarray:
-    """A 64-bit numpy array as JAX will hold it, if it can without losing integers."""
-    target = jax.dtypes.canonicalize_dtype(x.dtype)
-    if target == x.dtype:
-        return x
-    if x.dtype.kind in "iu":
-        if not _is_small(x):
-            _check_fits(x, target, path)
-        return x.astype(target)
-    try:
-        with np.errstate(over="raise"):
-            return x.astype(target)
-    except FloatingPointError:
-        raise MismatchError(
-            f"{shown(path)} is {x.dtype} and holds a value beyond the largest {target} ({np.finfo(target).max:.3g})."
-        ) from None
-
-
-def _is_small(x: np.ndarray) -> bool:
-    """Whether all integers have but the lowest 31 bits set, found in one pass; mostly so, and then they fit."""
-    return 0 <= int(np.bitwise_or.reduce(x, axis=None)) < 2**31
-
-
-def _check_fits(x: np.ndarray, target: np.dtype, path: str) -> None:
-    limits = np.iinfo(target)
-    least, most = int(x.min()), int(x.max())
-    if least < limits.min or most > limits.max:
-        raise MismatchError(
-            f"{shown(path)} is {x.dtype} and holds {most if most > limits.max else least}, which does not fit the "
-            f'{target} that JAX would make of it. Call `jax.config.update("jax_enable_x64", True)`, or map the values '
-            "to smaller ones."
-        )
 
 
 def _check_same(arrays: list[Any], moved: list[tuple[int, Row]], channel: str) -> None:

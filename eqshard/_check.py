@@ -4,17 +4,25 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ._advice import advice, LARGE_BYTES, SMALL_BYTES, strays
-from ._errors import DuplicateAxisError, IndivisibleError, MeshError, RankError, ShardingError, UnknownAxisError
+from ._errors import (
+    DuplicateAxisError,
+    IndivisibleError,
+    MeshError,
+    MismatchError,
+    RankError,
+    ShardingError,
+    UnknownAxisError,
+)
 from ._issue import Issue
 from ._kinds import kinds
 from ._leaf import LeafPlan
 from ._match import local_shape
 from ._mesh import MeshSpec
+from ._narrow import narrow
 from ._plan import ShardingPlan
 from ._spec import check, UNCONSTRAINED
 from ._tree import array_leaves, did_you_mean, dtype_name, is_dtype_name, Tree, type_text
@@ -176,7 +184,7 @@ def _tree_errors(plan: ShardingPlan, leaves: list[tuple[str, Any]]) -> Iterator[
             close = did_you_mean(path, rows) if len(rows) < 1000 else ""
             remedy = f"Make the plan from this tree, or merge a row for it.{close}"
             yield Issue("error", "extra_leaf", path, message, remedy)
-        elif not isinstance(x, jax.ShapeDtypeStruct) or x.shape != row.shape or x.dtype.name != row.dtype:
+        elif not isinstance(x, jax.ShapeDtypeStruct) or x.shape != row.shape or dtype_name(x) != row.dtype:
             yield from _leaf_errors(row, x, plan.mesh)
 
 
@@ -184,14 +192,15 @@ def _leaf_errors(leaf: LeafPlan, x: Any, mesh: MeshSpec) -> Iterator[Issue]:
     if x.shape != leaf.shape and tuple(x.shape) != _local_shape(leaf, x, mesh):
         message = f"shape {tuple(x.shape)} in the tree, {leaf.shape} in the plan."
         yield Issue("error", "shape_mismatch", leaf.path, message, "Make the plan from this tree.")
-    if x.dtype.name != leaf.dtype:
+    if dtype_name(x) != leaf.dtype:
         message = f"{dtype_name(x)} in the tree, {leaf.dtype} in the plan."
         yield Issue("error", "dtype_mismatch", leaf.path, message, f"Cast it to {leaf.dtype}, or plan this tree.")
-    if isinstance(x, np.ndarray) and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
-        message = f"{x.dtype}, which JAX would narrow to {jax.dtypes.canonicalize_dtype(x.dtype)}."
-        remedy = 'Cast it yourself, or call `jax.config.update("jax_enable_x64", True)`.'
-        yield Issue("error", "narrowed", leaf.path, message, remedy)
-    elif isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+    try:
+        narrow(x, leaf.path)
+    except MismatchError as error:
+        message, _, remedy = str(error).partition(" To fix this, ")
+        yield Issue("error", "narrowed", leaf.path, message, remedy[:1].upper() + remedy[1:])
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         remedy = "Use what the function that it was donated to has returned."
         yield Issue("error", "deleted", leaf.path, "the array was deleted or donated.", remedy)
 

@@ -17,6 +17,7 @@ from ._errors import ShardingError
 from ._logical import logical_spec, STANDARD_NAMES
 from ._mesh import MeshLike, MeshSpec
 from ._names import LogicalAxes, Mode
+from ._narrow import narrow_leaves, tree_paths
 from ._plan import leaf_plan, match, named_shardings, ShardingPlan
 from ._put import is_tracing
 from ._spec import UNCONSTRAINED
@@ -147,11 +148,13 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Traced:
         seen[:] = leaves, treedef, [first.setdefault(id(x), i) for i, x in enumerate(leaves)]
         return [x for x in leaves if isinstance(x, jax.Array)]
 
+    paths = lambda: [path.partition("]")[2] for path in tree_paths(dynamic)]  # without the place in `(fn, args)`
+    inputs = narrow_leaves(jtu.tree_leaves(dynamic), paths)
     program, shapes = jax.make_jaxpr(watched, return_shape=True)(dynamic)
     leaves, treedef, twins = seen
     structs = iter(shapes)
     shape = jtu.tree_unflatten(treedef, [next(structs) if isinstance(x, jax.Array) else x for x in leaves])
-    return _Traced(program, jtu.tree_leaves(dynamic), shape, twins)
+    return _Traced(program, inputs, shape, twins)
 
 
 def _born(plan: ShardingPlan, traced: _Traced, args: tuple[Any, ...]) -> Tree:

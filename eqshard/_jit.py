@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from ._apply import apply
 from ._errors import MismatchError
+from ._narrow import narrow_leaves, tree_paths
 from ._plan import match, named_shardings, ShardingPlan
 from ._stray import check_devices, is_placed
 from ._tree import is_array, path_name
@@ -150,7 +151,16 @@ class PlannedJit(Generic[Params, Result]):
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any], Any, Any]:
         first, first_def = jtu.tree_flatten(args[:1])
         rest, rest_def = jtu.tree_flatten((args[1:], kwargs, self._fn))
+        first = narrow_leaves(first, lambda: self._paths(0, args[0]))
+        rest = narrow_leaves(rest, lambda: self._rest_paths(args, kwargs))
         return first, rest, first_def, rest_def
+
+    def _paths(self, i: int, arg: Any) -> list[str]:
+        return [f"{self._argument(i)}: {path}" for path in tree_paths(arg)]
+
+    def _rest_paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        others = [path for i, x in enumerate(args[1:], 1) for path in self._paths(i, x)]
+        return [*others, *tree_paths(kwargs), *tree_paths(self._fn)]
 
     def _traced(self, first: list[Any], rest: list[Any], first_def: Any, rest_def: Any) -> tuple[list[Any], Any]:
         others, kwargs, fn = jtu.tree_unflatten(rest_def, rest)

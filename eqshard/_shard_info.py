@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ._errors import ShardingError
 from ._gather import replicate
 from ._mesh import MeshSpec
+from ._narrow import narrow_leaves
 from ._rest import Rest, split
 from ._spec import spec_text
 from ._tree import array_leaves, dtype_name, itemsize, shown, size_text, Tree, type_text
@@ -131,6 +132,7 @@ def batch_statistics(batch: Tree, fn: Callable[[Any], Tree]) -> Tree:
     - `fn`: called traced, with the whole batch; the same function is compiled once.
     """
     arrays, rest = split(batch)
+    arrays = narrow_leaves(arrays, lambda: [path for path, _ in array_leaves(batch)])
     result = _statistics(fn, rest, arrays)
     placed = [x for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)]
     return replicate(result, MeshSpec.of(placed)) if placed else result

@@ -85,17 +85,34 @@ def manual_axes(x: Any) -> frozenset[str]:
 
 
 def struct_of(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns the shape, dtype and weak type of an array, a tracer, a struct or an abstract value.
+    """Returns the shape, dtype and weak type of an array, a tracer, a struct or an abstract value, as JAX holds it.
 
-    Without its weak type `jnp.asarray(0.1)` is a float32 that turns bfloat16 values into float32.
+    64-bit numpy arrays and structs become 32-bit ones, unless `jax_enable_x64` is on. Without its weak type `jnp.asarray(0.1)` is a float32 that turns bfloat16 values into float32.
     """
     weak = bool(getattr(x, "weak_type", False))  # numpy arrays have none
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
+    narrowed = None if isinstance(x, jax.Array) else narrow_dtype(x.dtype)
+    dtype = x.dtype if narrowed is None else np.dtype(narrowed)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding, weak_type=weak)
 
 
 def dtype_name(x: Any) -> str:
-    """The name of an array's dtype, also of extended ones: `float32`, `int4`, `key<fry>`."""
-    return _dtype_name(x.dtype)
+    """The name of the dtype that JAX holds an array in, also of extended ones: `float32`, `int4`, `key<fry>`.
+
+    Of numpy arrays and `jax.ShapeDtypeStruct`s of 64 bits, that is the one of 32 bits, unless `jax_enable_x64` is on.
+    """
+    name = _dtype_name(x.dtype)
+    if name not in _WIDE or isinstance(x, jax.Array):
+        return name
+    return narrow_dtype(x.dtype) or name
+
+
+_WIDE = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}
+
+
+def narrow_dtype(dtype: Any) -> str | None:
+    """The name of the dtype that JAX narrows `dtype` to; None if it leaves it alone."""
+    name = _WIDE.get(_dtype_name(dtype))
+    return None if jax.config.jax_enable_x64 else name  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache

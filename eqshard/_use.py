@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from ._apply import _constrain as constrain_row, apply
 from ._errors import ShardingError
 from ._layer import used_row
+from ._narrow import narrow
 from ._plan import LeafPlan, match, ShardingPlan
 from ._tree import dtype_name, Tree
 
@@ -60,7 +61,7 @@ def use(plan: ShardingPlan, tree: Tree, *, dtype: DTypeLike | None = None) -> Tr
     out = [x if row is None else _use_traced(plan, row, x, dtype) if isinstance(x, Tracer) else None
            for x, row in zip(leaves, rows)]  # fmt: skip
     still = {i: row for i, row in enumerate(rows) if row is not None and not isinstance(leaves[i], Tracer)}
-    cast = {str(i): _cast(leaves[i], _compute_dtype(row, dtype)) for i, row in still.items()}
+    cast = {str(i): _cast(narrow(leaves[i], row.path), _compute_dtype(row, dtype)) for i, row in still.items()}
     wanted = [replace(used_row(row), path=f"['{i}']", dtype=dtype_name(cast[str(i)])) for i, row in still.items()]
     for i, x in apply(ShardingPlan(plan.mesh, wanted), cast).items():  # these have no gradient: one move for all
         out[int(i)] = x

@@ -76,7 +76,7 @@ def test_numpy_becomes_sharded(m24):
     assert_lies(plan, {"w": placed["w"]})
 
 
-def test_numpy_of_64_bits_is_refused(m24):
+def test_integers_beyond_32_bits_are_refused(m24):
     tree = {"a": {"ids": np.array([2**40] * 8)}}
     plan = eqshard.replicated_plan(tree, m24)
     with pytest.raises(eqshard.MismatchError) as error:

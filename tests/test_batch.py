@@ -133,10 +133,9 @@ def test_a_transfer_that_was_asked_for(m24):
         eqshard.shard_batch(given, m24, P("dp"))
 
 
-def test_floats_are_narrowed_unless_they_overflow(m24):
+def test_floats_are_narrowed(m24):
     assert eqshard.shard_batch(np.array([0.1, np.inf]), m24, P("dp")).tolist() == [float(np.float32(0.1)), np.inf]
-    with pytest.raises(eqshard.MismatchError, match="beyond the largest float32"):
-        eqshard.shard_batch(np.array([1e300, 1.0]), m24, P("dp"))
+    assert eqshard.shard_batch(np.array([1e300, 1.0]), m24, P("dp")).tolist() == [np.inf, 1.0]
 
 
 @pytest.mark.parametrize("axes", [(BATCH, LENGTH), [BATCH, LENGTH], LogicalAxes((BATCH, LENGTH))])

@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._errors import FormatError, MismatchError
+from .._narrow import narrow
 from .._spec import UNCONSTRAINED
-from .._tree import itemsize, shown, type_text
+from .._tree import itemsize, narrow_dtype, shown, type_text
 from ._encode import decode, key_words
 from ._progress import Progress
 from ._safetensors_contents import FileSource
@@ -184,6 +185,8 @@ def _converted(piece: np.ndarray, job: Job) -> np.ndarray:
     piece = decode(piece, job.stored.dtype)
     if job.stored.key_impl or piece.dtype.name == job.dtype:
         return piece
+    if narrow_dtype(piece.dtype) == job.dtype:
+        return narrow(piece, job.path)
     cast = piece.astype(job.dtype)
     if piece.dtype.kind in "iu" and not np.array_equal(cast.astype(piece.dtype), piece):
         raise MismatchError(f"{shown(job.path)}: a value of {piece.dtype} does not fit into {job.dtype}.")

@@ -11,7 +11,7 @@ from .._apply import apply
 from .._errors import MismatchError
 from .._layout import plan_of
 from .._plan import match, named_shardings, ShardingPlan
-from .._tree import dtype_name, shown
+from .._tree import dtype_name, narrow_dtype, shown
 from ._choose import check_values, choose, Names, Wanted, wanted_leaves
 from ._contents import contents
 from ._files import PathLike
@@ -130,10 +130,9 @@ def _check_dtypes(wanted: list[Wanted], found: dict[int, StoredLeaf], cast: bool
         if w.number not in found:
             continue
         have, want = found[w.number].dtype, dtype_name(w.leaf)
-        if have != want and not (cast and _can_cast(have, want)):
+        held = have if have.startswith("key<") else narrow_dtype(np.dtype(have)) or have
+        if want not in (have, held) and not (cast and _can_cast(have, want)):
             wrong.append(f"  {shown(w.path)} is {want}, stored as {have}")
-        elif not want.startswith("key<") and jax.dtypes.canonicalize_dtype(np.dtype(want)) != np.dtype(want):
-            wrong.append(f"  {shown(w.path)} is {want}, which this JAX would narrow")
     if wrong:
         way = (
             "Floats are cast to floats, and integers to integers; anything else is for you to do."

@@ -1,5 +1,6 @@
 """Saving: array leaves through Orbax, the plan as JSON beside them, all or nothing."""
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Callable
@@ -159,6 +160,8 @@ def _contents(tree: Tree, plan: ShardingPlan | None) -> tuple[dict[str, Any], di
     else:
         match(plan, *jtu.tree_flatten(tree))
     arrays = {store_name(path): _host_if_local(encode(x)) for path, x in leaves if 0 not in x.shape}
+    stored = {path: x.dtype.name for path, x in leaves}  # as it is written: 64-bit numpy arrays are not narrowed
+    plan = ShardingPlan(plan.mesh, [dataclasses.replace(leaf, dtype=stored[leaf.path]) for leaf in plan])
     record: dict[str, Any] = header("checkpoint") | {"plan": plan.to_dict()}
     keys = {path: str(jax.random.key_impl(x)) for path, x in leaves if is_key(x)}
     if keys:

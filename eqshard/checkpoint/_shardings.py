@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from .._apply import apply
 from .._errors import MismatchError, ShardingError
 from .._mesh import MeshLike, MeshSpec
+from .._narrow import narrow_leaves
 from .._plan import ShardingPlan
 from .._put import put_all
 from .._spec import canonical, check
@@ -56,6 +57,7 @@ def apply_shardings(arrays: Tree, shardings: Any, mesh: MeshLike | None = None) 
     paths = [path_name(path) for path, _ in jtu.tree_flatten_with_path(arrays, is_leaf=_is_none)[0]]
     put = [i for i, x in enumerate(leaves) if is_array(x)]
     targets = [_sharding(paths[i], leaves[i], layouts[i], where) for i in put]
+    leaves = narrow_leaves(leaves, lambda: paths)
     for group, move in ((True, put_all), (False, jax.device_put)):
         some_of = [(i, t) for i, t in zip(put, targets) if isinstance(t, NamedSharding) is group]
         for (i, _), moved in zip(some_of, move([leaves[i] for i, _ in some_of], [t for _, t in some_of])):

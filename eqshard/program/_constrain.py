@@ -12,6 +12,7 @@ from jax.sharding import auto_axes, NamedSharding, PartitionSpec
 
 from .._apply import apply
 from .._errors import MismatchError
+from .._narrow import narrow_leaves, tree_paths
 from .._spec import check
 from .._tree import is_array, struct_of
 from ._local import bind, clamped_starts, run_local
@@ -46,6 +47,8 @@ def constrain(plan: StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def constrained(*args: Any) -> Any:
+        leaves, treedef = jtu.tree_flatten(args)
+        args = jtu.tree_unflatten(treedef, narrow_leaves(leaves, lambda: tree_paths(args)))
         traced = trace(fn, args)
         if traced.fingerprint != plan.program:
             raise MismatchError(refusal(plan.args, plan.outline, dict(plan.versions), traced))
