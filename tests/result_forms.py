@@ -68,9 +68,7 @@ FORMS: dict[str, Form] = {
     "loss, model, state": Form(lambda m, s, loss: (loss, m, s), lambda r: (r[1], r[2])),
     "loss, (model, state)": Form(lambda m, s, loss: (loss, (m, s)), lambda r: r[1]),
     "(state, [model]), loss": Form(lambda m, s, loss: ((s, [m]), loss), lambda r: (r[0][1][0], r[0][0])),
-    "dict": Form(
-        lambda m, s, loss: {"loss": loss, "model": m, "optimizer": s}, lambda r: (r["model"], r["optimizer"])
-    ),
+    "dict": Form(lambda m, s, loss: {"loss": loss, "model": m, "optimizer": s}, lambda r: (r["model"], r["optimizer"])),
     "nested dict": Form(
         lambda m, s, loss: {"aux": {"loss": loss}, "new": {"b": m, "a": s}}, lambda r: (r["new"]["b"], r["new"]["a"])
     ),
@@ -109,5 +107,5 @@ def make_args(form: Form) -> tuple[Any, Any, Any]:
     if form.with_state:
         model, norms = eqx.nn.make_with_state(Normed)(key)
         return model, (OPTIM.init(eqx.filter(model, eqx.is_inexact_array)), norms), x
-    model = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 2, key=key)
+    model = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, key=key)
     return model, OPTIM.init(eqx.filter(model, eqx.is_inexact_array)), x
