@@ -15,7 +15,7 @@ from ._match import loose_rows
 from ._mesh import MeshLike, MeshSpec
 from ._narrow import narrow
 from ._plan import LeafPlan, match, named_shardings, ShardingPlan
-from ._put import is_key, put_all
+from ._put import is_key, move_all, put_all
 from ._spec import canonical, check, entries, entry_axes, fit_spec, spec_text, UNCONSTRAINED
 from ._tree import dtype_name, manual_axes, Tree
 
@@ -40,7 +40,11 @@ def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
     **Arguments:**
 
     - `plan`: must match `tree`, leaf by leaf.
-    - `donate`: eagerly, give up the buffers of `tree`, so that moving needs no second copy.
+    - `donate`: eagerly, lets go of each array of `tree` once it has moved, so that moving needs the memory of the tree
+        and of one group of arrays (64 MiB, or one larger array), not of two trees. An array is freed when nobody else
+        holds it, so the caller must not hold the tree either: pass the result of a call, as in
+        `apply(plan, step(...), donate=True)`, or take it out of a container, as in
+        `apply(plan, trees.pop(), donate=True)`. Arrays that are still held stay valid, and keep their memory.
 
     **Returns:**
 
@@ -73,6 +77,7 @@ def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
             concrete.add(type(x))
             put.append((i, row))
     if put:
+        tree = leaves = x = None  # what moves is held by `out` alone
         _put(plan, put, out, donate)
     return jtu.tree_unflatten(treedef, out)
 
@@ -102,7 +107,11 @@ def _put(plan: ShardingPlan, put: list[tuple[int, int]], out: list[Any], donate:
         asked.append((i, row, where[key]))
     if not arrays:
         return
-    moved = put_all(arrays, shardings, donate=donate)
+    x = None
+    if donate:
+        for i, *_ in asked:
+            out[i] = None  # held by `arrays` alone
+    moved = move_all(arrays, shardings) if donate else put_all(arrays, shardings)
     traced = isinstance(moved[0], Tracer)  # then device_put forgets the layout on Auto axes
     for i, row, j in asked:
         out[i] = _constrain(moved[j], rows[row], plan) if traced else moved[j]

@@ -10,7 +10,7 @@ from ._errors import ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spread import Names, Places, spec_of, spread, Units, units_of
-from ._tree import dtype_name, is_array, itemsize, named_leaves, size_text, Tree
+from ._tree import divisible_shape, dtype_name, is_array, itemsize, named_leaves, size_text, Tree
 
 
 MIN_BYTES = 2**16
@@ -134,7 +134,8 @@ def _chooser(
         known = by_dtype.setdefault(dtype, {})
         if shape not in known:
             whole = stays_whole(shape, dtype, min_bytes)
-            known[shape] = (PartitionSpec(), whole) if whole else layout(spread(shape, units.factors, reverse))
+            even = divisible_shape(shape, dtype)
+            known[shape] = (PartitionSpec(), whole) if whole else layout(spread(even, units.factors, reverse))
         return known[shape]
 
     def layout(places: Places) -> tuple[PartitionSpec, str]:

@@ -12,7 +12,7 @@ from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spec import entry_axes, Fit, fit_spec, GivenUp, shard_factor, spec_text, UNCONSTRAINED
 from ._spread import reachable, spec_of, units_of
-from ._tree import did_you_mean, shown
+from ._tree import did_you_mean, divisible_shape, shown
 
 
 STRATEGIES = ("preserve_layout", "preserve_balance")
@@ -77,7 +77,7 @@ class _Carrier:
 
     def row(self, leaf: LeafPlan) -> LeafPlan:
         try:
-            rest, use = self.fit(leaf.spec, leaf.shape), self.fit(leaf.use, leaf.shape)
+            rest, use = self.fit(leaf.spec, leaf), self.fit(leaf.use, leaf)
         except ShardingError as error:
             raise type(error)(f"{shown(leaf.path)}: {error}") from None
         lost = rest.given_up + tuple(g for g in use.given_up if g not in rest.given_up)
@@ -89,12 +89,12 @@ class _Carrier:
         change = f", {pieces[0]} pieces" + (f" and now {pieces[1]}" if pieces[0] != pieces[1] else "")
         return f"from {spec_text(before)} on {self.old}{change}"
 
-    def fit(self, spec: PartitionSpec, shape: tuple[int, ...]) -> Fit:
-        key = spec, shape
+    def fit(self, spec: PartitionSpec, leaf: LeafPlan) -> Fit:
+        key = spec, leaf.shape, leaf.dtype
         if key not in self.known:
-            fit = self.same_layout(spec, shape)
+            fit = self.same_layout(spec, leaf.shape)
             if self.balance and UNCONSTRAINED not in tuple(spec):
-                fit = self.same_balance(spec, fit, shape)
+                fit = self.same_balance(spec, fit, divisible_shape(leaf.shape, leaf.dtype))
             self.known[key] = fit
         return self.known[key]
 

@@ -12,7 +12,7 @@ from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spec import canonical, check, entry_axes, spec_text, UNCONSTRAINED
 from ._spread import Unit, units_of
-from ._tree import shown, Tree, type_text
+from ._tree import divisible_shape, shown, Tree, type_text
 
 
 def fsdp_plan(
@@ -85,7 +85,8 @@ def _store(
 ) -> tuple[PartitionSpec, str]:
     """`under` with `unit` on top: on the largest dimension that is whole so far, else on that of the largest pieces."""
     entries = [*under, *[None] * (len(shape) - len(under))]
-    pieces = tuple(n // math.prod(sizes[a] for a in entry_axes(e)) for n, e in zip(shape, entries))
+    even = divisible_shape(shape, dtype)
+    pieces = tuple(n // math.prod(sizes[a] for a in entry_axes(e)) for n, e in zip(even, entries))
     whole = stays_whole(pieces, dtype, min_bytes)
     if whole or not unit:
         return under, whole or "the axis has size 1"

@@ -11,7 +11,7 @@ from ._errors import ShardingError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spread import Names, Places, reachable, spec_of, Units, units_of
-from ._tree import itemsize, shown, size_text, Tree, type_text
+from ._tree import divisible_shape, itemsize, shown, size_text, Tree, type_text
 
 
 class BudgetError(ShardingError):
@@ -104,6 +104,7 @@ def _cuts(shape: tuple[int, ...], dtype: str, units: Units, specs: dict[Places, 
     if not nbytes or dtype.startswith("key<"):
         return [_Cut(1, nbytes, PartitionSpec())]
     best: dict[int, tuple[Any, Places]] = {}
+    shape = divisible_shape(shape, dtype)
     elements = math.prod(shape)
     for pieces, way in reachable(shape, units.factors, lambda i, dim: dim is not None).items():
         factor = elements // math.prod(pieces)

@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 _EAGER = find_top_trace(())  # of calls that nothing traces
+GROUP_BYTES = 64 * 2**20
+"""How much is moved at once where the sources are given up; a larger array is moved alone."""
 
 
 def put_all(arrays: list[Any], shardings: list[NamedSharding], *, donate: bool = False) -> list[Any]:
@@ -27,6 +29,25 @@ def put_all(arrays: list[Any], shardings: list[NamedSharding], *, donate: bool =
     if jax.process_count() > 1 and not all(s.is_fully_addressable for s in shardings):
         return [_put_part(x, s, donate) for x, s in zip(arrays, shardings)]
     return jax.device_put(arrays, shardings, donate=donate)
+
+
+def move_all(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+    """As `put_all`, but empties `arrays`, group by group: a source that nobody else holds is freed once it has moved.
+
+    `jax.device_put(donate=True)` to another layout does not free its source; nor may it be deleted by hand, for the
+    result may share its buffers.
+    """
+    if is_tracing():
+        return put_all(arrays, shardings, donate=True)
+    moved: list[Any] = []
+    while arrays:
+        n, nbytes = 1, arrays[0].nbytes
+        while n < len(arrays) and (nbytes := nbytes + arrays[n].nbytes) <= GROUP_BYTES:
+            n += 1
+        group, arrays[:n] = arrays[:n], []
+        moved += jax.block_until_ready(put_all(group, shardings[len(moved) : len(moved) + n], donate=True))
+        del group
+    return moved
 
 
 def can_cut() -> bool:

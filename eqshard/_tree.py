@@ -87,7 +87,8 @@ def manual_axes(x: Any) -> frozenset[str]:
 def struct_of(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and weak type of an array, a tracer, a struct or an abstract value, as JAX holds it.
 
-    64-bit numpy arrays and structs become 32-bit ones, unless `jax_enable_x64` is on. Without its weak type `jnp.asarray(0.1)` is a float32 that turns bfloat16 values into float32.
+    64-bit numpy arrays and structs become 32-bit ones, unless `jax_enable_x64` is on. Without its weak type
+    `jnp.asarray(0.1)` is a float32 that turns bfloat16 values into float32.
     """
     weak = bool(getattr(x, "weak_type", False))  # numpy arrays have none
     narrowed = None if isinstance(x, jax.Array) else narrow_dtype(x.dtype)
@@ -113,6 +114,16 @@ def narrow_dtype(dtype: Any) -> str | None:
     """The name of the dtype that JAX narrows `dtype` to; None if it leaves it alone."""
     name = _WIDE.get(_dtype_name(dtype))
     return None if jax.config.jax_enable_x64 else name  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def divisible_shape(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
+    """Returns `shape` with 1 for a dimension that planners must not shard.
+
+    `jax.random.PRNGKey` makes a `uint32` array whose last dimension, of size 2 or 4, is one key. JAX refuses to use an
+    array of keys that is sharded along that dimension.
+    """
+    raw_keys = dtype == "uint32" and bool(shape) and shape[-1] in (2, 4)
+    return (*shape[:-1], 1) if raw_keys else shape
 
 
 @functools.cache

@@ -107,5 +107,5 @@ def make_args(form: Form) -> tuple[Any, Any, Any]:
     if form.with_state:
         model, norms = eqx.nn.make_with_state(Normed)(key)
         return model, (OPTIM.init(eqx.filter(model, eqx.is_inexact_array)), norms), x
-    model = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 2, key=key)
+    model = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, key=key)
     return model, OPTIM.init(eqx.filter(model, eqx.is_inexact_array)), x

@@ -1,5 +1,8 @@
 """`apply` and `constrain_to`: everywhere the same call, with the same layout and the same values."""
 
+import subprocess
+import sys
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -135,11 +138,59 @@ def test_donate(m24, monkeypatch):
         jax, "device_put", lambda *args, donate, **kw: asked.append(donate) or real(*args, donate=donate)
     )
     placed = eqshard.apply(plan, first, donate=True)
-    assert asked == [True]  # whether the buffers can be used again is for JAX to say
+    assert asked == [True]  # all in one group; whether the buffers can be used again is for JAX to say
     assert_same(placed, expected)
     assert_lies(plan, placed)
     kept = eqshard.apply(plan, placed, donate=True)  # lies right: nothing is given up
     assert kept.layers[0].weight is placed.layers[0].weight and not kept.layers[0].weight.is_deleted()
+
+
+DONATE = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+import eqshard, jax.numpy as jnp, eqshard._put
+from jax.sharding import PartitionSpec as P
+
+LEAF = 2**20  # bytes
+eqshard._put.GROUP_BYTES = 2 * LEAF
+mesh = eqshard.MeshSpec({"x": 8}, axis_type="AXIS")
+rows, columns = (
+    eqshard.ShardingPlan(mesh, [eqshard.LeafPlan(f"[{i}]", (512, 512), "float32", spec, spec) for i in range(16)])
+    for spec in (P("x"), P(None, "x"))
+)
+make = jax.jit(lambda: [jnp.full((512, 512), i, jnp.float32) for i in range(16)], out_shardings=list(rows.shardings(
+    [jax.ShapeDtypeStruct((512, 512), "float32")] * 16)))
+
+def live():
+    shards = [s.data for x in jax.live_arrays() for s in x.addressable_shards if s.device == jax.devices()[0]]
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in shards}.values()) * 8 / LEAF
+
+most, real = [], jax.device_put
+def put(*args, **kwargs):
+    moved = jax.block_until_ready(real(*args, **kwargs))
+    most.append(live())
+    return moved
+jax.device_put = put
+
+new = eqshard.apply(columns, make(), donate=True)
+print(max(most), len(most), live(), all((x == i).all() and x.sharding.spec[-1] == "x" for i, x in enumerate(new)))
+del new
+most.clear()
+held = make()
+new = eqshard.apply(columns, held, donate=True)
+print(max(most), len(most), live(), all((x == i).all() for i, x in enumerate(held)))
+"""
+
+
+def test_donate_never_holds_two_trees(axis_type):
+    """16 arrays, moved in pairs: at most 18 are in memory at once, unless the caller holds the tree."""
+    script = DONATE.replace("AXIS", axis_type)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    given_up, held = (line.split() for line in run.stdout.splitlines())
+    assert given_up == ["18.0", "8", "16.0", "True"]
+    assert held == ["32.0", "8", "32.0", "True"]
 
 
 def test_donate_shared_and_numpy(m24):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+from .._tree import divisible_shape
 from ._flow import flow
 from ._graph import Equation, Graph, Place
 from ._live import Alive, for_loops, worst_moments
@@ -43,6 +44,9 @@ def build(
     builder = _Builder(rules, *flow(closed.jaxpr, early, late), tuple(sizes), Graph(as_written))
     graph, env = builder.graph, {}
     ins = [builder.new(env, v, 1.0) for v in closed.jaxpr.invars]
+    for v, leaf in zip(ins, traced.ins):
+        if v is not None and divisible_shape(leaf.shape, leaf.dtype) != leaf.shape:
+            graph.whole(v, len(leaf.shape) - 1)
     builder.resting = {v for v in ins if v is not None}
     results = [None if isinstance(v, Literal) else v for v in closed.jaxpr.outvars]
     builder.in_place = {v for i, v in enumerate(results) if v is not None and i in kept}

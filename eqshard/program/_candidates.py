@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 from .._auto import auto_spec
 from .._memory import BudgetError
 from .._spec import fit_spec
+from .._tree import divisible_shape
 from ._step import Alternative, StepPlan
 from ._study import arriving, Study
 from ._trace import Leaf
@@ -43,7 +44,7 @@ def _everything(study: Study, said: Said, how: str) -> Said:
         if i not in comes:
             found[i] = PartitionSpec() if how == "whole" else _sharded(study, leaf, every)
         elif leaf.shape:
-            found[i] = fit_spec(PartitionSpec(every), leaf.shape, study.mesh).spec
+            found[i] = fit_spec(PartitionSpec(every), divisible_shape(leaf.shape, leaf.dtype), study.mesh).spec
     return {**found, **said}
 
 

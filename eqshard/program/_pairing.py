@@ -120,17 +120,18 @@ def _one_to_one(results: list[_Subtree], args: list[_Subtree], named: bool, upda
     if len(results) == len(args) == 1 and named:
         yield results[0], args[0]
         return
-    left, free = list(results), list(args)
-    updated = {out.leaves: [arg for arg in args if updates(out, arg)] for out in results}
+    possible = [[k for k, arg in enumerate(args) if updates(out, arg)] for out in results]
+    left, free = list(range(len(results))), dict.fromkeys(range(len(args)))
     while left and free:
-        possible = {out.leaves: [arg for arg in updated[out.leaves] if arg in free] for out in left}
-        out = min(left, key=lambda out: len(possible[out.leaves]) or len(args) + 1)
-        left.remove(out)
-        others = [arg for arg in free if named or _both_first(out, arg)]
-        arg = min(possible[out.leaves] or others, key=lambda arg: arg.number != out.number, default=None)
-        if arg is not None:
-            free.remove(arg)
-            yield out, arg
+        n = min(left, key=lambda n: len(possible[n]) or len(args) + 1)
+        left.remove(n)
+        out = results[n]
+        others = (k for k in free if named or _both_first(out, args[k]))
+        k = min(possible[n] or others, key=lambda k: args[k].number != out.number, default=None)
+        if k is not None:
+            free.pop(k)
+            possible = [[m for m in some if m != k] if k in some else some for some in possible]
+            yield out, args[k]
 
 
 def _both_first(out: _Subtree, arg: _Subtree) -> bool:
