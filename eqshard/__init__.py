@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from ._convert import convert_plan as convert_plan
     from ._diff import Diff as Diff, diff as diff, Move as Move
     from ._explain import explain as explain
+    from ._leaf_check import LeafCheck as LeafCheck, Verification as Verification
     from ._parallel import parallel_map as parallel_map
     from ._prefetch import prefetch as prefetch
     from ._presets import tp_rules as tp_rules
@@ -111,7 +112,6 @@ if TYPE_CHECKING:
         ShardStats as ShardStats,
     )
     from ._share import process_share as process_share, process_slice as process_slice, Share as Share
-    from ._leaf_check import LeafCheck as LeafCheck, Verification as Verification
     from ._verify import verify as verify
     from .compiler import (
         Collective as Collective,

@@ -42,7 +42,7 @@ class LeafCheck:
     max_rel: float
     """The same divided by the largest absolute value of the leaf."""
     noise: float
-    """The largest absolute difference that rounding alone makes: the plain step's from itself, with last bits changed."""
+    """The noise floor: the largest absolute difference that changed last bits make in the plain step."""
     verdict: str
     """`"ok"` or `"fault"`."""
     why: str
