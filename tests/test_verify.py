@@ -111,7 +111,9 @@ def dropped(x):
     return x.at[: max(1, x.shape[0] // 8)].set(jnp.zeros((), x.dtype))
 
 
-@pytest.mark.parametrize("dtype, steps", [(jnp.bfloat16, 3), (jnp.float32, 1)], ids=["bf16", "f32"])
+@pytest.mark.parametrize(
+    "dtype, steps", [(jnp.bfloat16, 3), pytest.param(jnp.float32, 1, marks=pytest.mark.slow)], ids=["bf16", "f32"]
+)
 def test_a_gpt_with_adam_passes(dtype, steps):
     fn, args = gpt_steps(dtype, steps, layers=1)
     found = checked(fn, args)
@@ -255,9 +257,7 @@ def test_arguments_in_every_form():
     found = eqshard.verify(plan, step, *shapes)
     assert found.ok and any(leaf.noise > 0 for leaf in found)
     weights = eqshard.auto_plan(args[0], MESH, min_bytes=0)
-    for plans in (weights, (weights, None, eqshard.replicated_plan(args[2], MESH))):
-        assert eqshard.verify(plans, step, *args).ok
-    assert eqshard.verify(plan, step, *args, seed=1) == eqshard.verify(plan, step, *args, seed=1)
+    assert eqshard.verify((weights, None, eqshard.replicated_plan(args[2], MESH)), step, *args).ok
 
 
 def test_what_cannot_be_verified():
