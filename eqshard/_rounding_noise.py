@@ -82,8 +82,9 @@ class _Noise:
 
     def equation(self, eqn: Any, ins: list[Any]) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
-        if name in CALLS and inner_jaxpr(eqn) is not None:
-            return self.evaluate(*inner_jaxpr(eqn), ins)
+        inner = inner_jaxpr(eqn) if name in CALLS else None
+        if inner is not None:
+            return self.evaluate(inner[0], inner[1], ins)
         if name == "scan":
             return self.scan(params, ins)
         if name == "while":

@@ -61,7 +61,7 @@ def add_commands(commands: Commands) -> None:
         _verify,
     )
     check.add_argument("source", metavar="STEP", help=_SOURCE)
-    add_mesh(check, help="the mesh; needed unless NAME returns plans")
+    add_mesh(check, help="the mesh, whose devices are simulated; of plans that NAME returns, theirs")
     check.add_argument("--how", choices=("program", "auto", "replicated"), help="how to plan (default: program)")
     check.add_argument("--memory", type=bytes_from_text, metavar="BYTES", help="what the plan may take, as 14GB")
     check.add_argument("--runs", type=int, default=RUNS, help="runs that measure the noise (default: %(default)s)")
