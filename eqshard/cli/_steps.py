@@ -55,13 +55,14 @@ def add_commands(commands: Commands) -> None:
         "run a step as planned and as it is, and compare the results",
         "It runs on simulated devices, so let NAME return a step of a reduced size, with\n"
         "arrays; shapes are filled with drawn values. Plans that NAME returns as a third\n"
-        "value are used; else the step is planned from its own program. Exit code 1 if a\n"
-        "result differs by more than rounding.",
+        "value are used (give their --mesh too, so that its devices are simulated); else\n"
+        "the step is planned from its own program. Exit code 1 if a result differs by\n"
+        "more than rounding.",
         "  eqshard verify my_train.py:small_step --mesh data=4,tp=2",
         _verify,
     )
     check.add_argument("source", metavar="STEP", help=_SOURCE)
-    add_mesh(check, help="the mesh, whose devices are simulated; of plans that NAME returns, theirs")
+    add_mesh(check, help="the mesh; its devices are simulated")
     check.add_argument("--how", choices=("program", "auto", "replicated"), help="how to plan (default: program)")
     check.add_argument("--memory", type=bytes_from_text, metavar="BYTES", help="what the plan may take, as 14GB")
     check.add_argument("--runs", type=int, default=RUNS, help="runs that measure the noise (default: %(default)s)")
