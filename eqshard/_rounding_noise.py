@@ -1,4 +1,4 @@
-"""A step with other rounding: evaluates its jaxpr with the last bits of its arguments and of inexact results changed."""
+"""A step with other rounding: evaluates its jaxpr with the last bits of arguments and of sums changed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -50,14 +50,13 @@ class _Noise:
         if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.inexact) or x.size == 0:
             return x
         x = jnp.asarray(x)
-        real = jnp.finfo(x.dtype).dtype
-        wide_dtype = jnp.float64 if real == jnp.float64 else jnp.float32
-        eps = float(jnp.finfo(real).eps)
-        most = jnp.where(self.wide, _wide(eps), 1.0).astype(wide_dtype) * wide_dtype(eps)
-        exact = x.astype(jnp.complex64 if jnp.iscomplexobj(x) and eps > 1e-15 else x.dtype)
-        if not jnp.iscomplexobj(x):
-            exact = x.astype(wide_dtype)
-        moved = (exact + exact * (most * self.draw(x, wide_dtype)).astype(exact.dtype)).astype(x.dtype)
+        info = jnp.finfo(x.dtype)
+        wider = x.dtype if info.bits >= 32 else jnp.dtype(jnp.float32)
+        real = jnp.finfo(wider).dtype.type
+        eps = float(info.eps)
+        most = jnp.where(self.wide, real(eps * _wide(eps)), real(eps))
+        exact = x.astype(wider)
+        moved = (exact + exact * (most * self.draw(x, real)).astype(wider)).astype(x.dtype)
         return jnp.where(_is_whole(exact, eps) | ~jnp.isfinite(moved), x, moved)
 
     def draw(self, x: Any, dtype: Any) -> Any:
@@ -83,8 +82,9 @@ class _Noise:
 
     def equation(self, eqn: Any, ins: list[Any]) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
-        if name in CALLS and inner_jaxpr(eqn) is not None:
-            return self.evaluate(*inner_jaxpr(eqn), ins)
+        inner = inner_jaxpr(eqn) if name in CALLS else None
+        if inner is not None:
+            return self.evaluate(inner[0], inner[1], ins)
         if name == "scan":
             return self.scan(params, ins)
         if name == "while":
@@ -112,7 +112,7 @@ class _Noise:
     def loop(self, params: Any, ins: list[Any]) -> list[Any]:
         test, body = params["cond_jaxpr"], params["body_jaxpr"]
         a, b = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        plain = lambda carry: jax.core.eval_jaxpr(test.jaxpr, test.consts, *ins[:a], *carry)[0]
+        plain = lambda carry: core.jaxpr_as_fun(test)(*ins[:a], *carry)[0]
         once = lambda carry: self.evaluate(body.jaxpr, body.consts, [*ins[a:b], *carry])
         return jax.lax.while_loop(plain, once, ins[b:])
 
@@ -123,7 +123,7 @@ def _wide(eps: float) -> float:
 
 
 def _is_whole(x: Any, eps: float) -> Any:
-    """Whether rounding cannot have made `x`: small whole numbers, which are counts, masks and what was set to 0 or 1."""
+    """Whether `x` is a small whole number, which rounding did not make: a count, a mask, a weight that was set to 1."""
     if jnp.iscomplexobj(x):
         return jnp.zeros(x.shape, bool)
     return (x == jnp.round(x)) & (jnp.abs(x) < 1 / (16 * eps))

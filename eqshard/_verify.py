@@ -82,7 +82,7 @@ def verify(
 
 def _planned(plan: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What the planned step returns."""
-    options = {}
+    options: dict[str, Any] = {}
     if isinstance(plan, StepPlan):
         plans: tuple[Any, ...] = plan.args
         fn = constrain(plan, fn)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import eqshard
+from eqshard import _verify
 from eqshard.cli import main
 
 
@@ -96,7 +97,7 @@ def bad(run, command, code, *words):
 def test_help_names_every_command_and_has_an_example_for_each(run):
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("plan", "explain", "check", "diff", "convert", "inspect", "compile", "best-mesh", "demo"):
+    for command in ("plan", "explain", "check", "diff", "convert", "inspect", "compile", "verify", "best-mesh", "demo"):
         assert f"\n    {command}" in out
         code, text, _ = run(f"{command} --help")
         assert code == 0 and f"example:\n  eqshard {command}" in text
@@ -335,3 +336,20 @@ def test_as_a_process(run, tmp_path):
     assert len(eqshard.ShardingPlan.from_json(done.stdout)) == 232
     done = subprocess.run([*command[:3], "check", "nowhere.json"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr == "eqshard check: no file nowhere.json.\n" and not done.stdout
+
+
+def test_verify(run, tmp_path):
+    code, out, _ = run("verify my_model.py:step --mesh data=4,tp=2 --json found.json")
+    assert code == 0 and out.startswith("ok: 1 leaf") and "float32[]" in out
+    assert eqshard.Verification.from_json((tmp_path / "found.json").read_text()).ok
+    code, out, _ = run("verify my_model.py:planned --json -")
+    assert code == 0 and json.loads(out)["ok"] is True
+    assert run("verify my_model.py:step --mesh data=8 --how auto --runs 2 --seed 1")[0] == 0
+    bad(run, "verify my_model.py:step", 2, "say which mesh")
+    bad(run, "verify my_model.py:step --mesh data=8 --runs 1", 1, "`runs` must be at least 2, got 1")
+
+
+def test_verify_finds_a_fault(run, monkeypatch):
+    monkeypatch.setattr(_verify, "constrain", lambda plan, fn: lambda *args: fn(*args) * 1.01)
+    code, out, _ = run("verify my_model.py:step --mesh data=4,tp=2")
+    assert code == 1 and out.startswith("FAULT: 1 of 1 leaf") and "fault in the tree itself" in out

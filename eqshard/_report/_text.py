@@ -143,7 +143,7 @@ def _move_cells(path: str, move: Move, times: int) -> list[str]:
 
 
 def verification_text(found: Verification, width: int, most: int) -> str:
-    """A verification: the verdict, the leaves with the largest difference for their noise, and why some are at fault."""
+    """A verification: the verdict, a table of its leaves, and why some are at fault."""
     leaves = f"{len(found)} lea{'f' if len(found) == 1 else 'ves'}"
     if found.ok:
         lines = [f"ok: {leaves}, no difference beyond rounding (noise of {found.runs} runs)"]

@@ -16,7 +16,7 @@ from .._jit import filter_jit
 from .._mesh import MeshSpec
 from .._report import report
 from .._tree import size_text
-from ._output import put, width
+from ._output import put, simulate, width
 from ._words import Commands, UsageError
 
 
@@ -39,7 +39,7 @@ def add_commands(commands: Commands) -> None:
 def _demo(a: argparse.Namespace) -> int:
     if a.steps < 1:
         raise UsageError(f"--steps {a.steps}: at least 1.")
-    _simulate()
+    simulate(_DEVICES)
     mesh = MeshSpec(data=2, fsdp=4)
     model, plan = init(_make, jax.random.key(0), mesh=mesh, planner=fsdp_plan)
     print(report(plan, width=width()), end="\n\n")
@@ -59,13 +59,6 @@ def _demo(a: argparse.Namespace) -> int:
     print(f"{a.steps} steps on {mesh.size()} devices: loss {first:.3f} -> {last:.3f}")
     print(f"each device held {size_text(held)} of the model's {size_text(whole)}")
     return 0
-
-
-def _simulate() -> None:
-    try:
-        jax.config.update("jax_num_cpu_devices", _DEVICES)
-    except RuntimeError:  # JAX runs already; `build` says if the devices are too few
-        return
 
 
 def _make(key: jax.Array) -> eqx.nn.MLP:

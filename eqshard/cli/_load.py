@@ -44,9 +44,9 @@ def load_shapes(source: str) -> Any:
     return made
 
 
-def load_step(source: str) -> Step:
-    """The step that `source` names: (function, arguments), or (function, arguments, plans)."""
-    made = _made(source)
+def load_step(source: str, *, shapes: bool = True) -> Step:
+    """The step that `source` names: (function, arguments), or (function, arguments, plans); with arrays as shapes."""
+    made = _made(source, shapes=shapes)
     if not (
         isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], (tuple, list))
     ):
@@ -74,12 +74,12 @@ def _is_traced(x: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
 
 
-def _made(source: str) -> Any:
+def _made(source: str, *, shapes: bool = True) -> Any:
     found = _named(source)
     if not _is_maker(found):
         return found
     call = _callable(found, source)
-    return _run(lambda: eqx.filter_eval_shape(call), source)
+    return _run((lambda: eqx.filter_eval_shape(call)) if shapes else call, source)
 
 
 def _is_maker(x: Any) -> bool:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
+
 from ._words import UsageError, WIDTH
 
 
@@ -21,6 +23,14 @@ def width() -> int:
         return max(WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns)
     except (OSError, ValueError):
         return WIDTH
+
+
+def simulate(devices: int) -> None:
+    """Lets JAX have so many simulated devices, unless it runs already; `build` says if they are too few."""
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError:
+        return
 
 
 def say(text: str) -> None:

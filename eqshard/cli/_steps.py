@@ -1,4 +1,4 @@
-"""`compile` and `best-mesh`: what becomes of a step."""
+"""`compile`, `verify` and `best-mesh`: what becomes of a step."""
 
 import argparse
 from collections.abc import Callable
@@ -9,11 +9,12 @@ from .._chip import CHIPS
 from .._mesh import MeshSpec
 from .._plan import replicated_plan
 from .._report import report
+from .._verify import RUNS, verify
 from ..compiler import compile_report
 from ..compiler._targets import as_target, check_available, Target
 from ..program import best_mesh, constrain, step_plan
 from ._load import load_step, Step
-from ._output import put, say, show, wait_for, width
+from ._output import put, say, show, simulate, wait_for, width
 from ._words import (
     add_mesh,
     add_outputs,
@@ -48,6 +49,25 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--memory", type=bytes_from_text, metavar="BYTES", help="what the plan may take, as 14GB")
     parser.add_argument("--donate", type=donated_from_text, default="none", help="all, none, or arguments as 0,1")
     add_outputs(parser, html=True)
+
+    check = commands.add(
+        "verify",
+        "run a step as planned and as it is, and compare the results",
+        "It runs on simulated devices, so let NAME return a step of a reduced size, with\n"
+        "arrays; shapes are filled with drawn values. Plans that NAME returns as a third\n"
+        "value are used (give their --mesh too, so that its devices are simulated); else\n"
+        "the step is planned from its own program. Exit code 1 if a result differs by\n"
+        "more than rounding.",
+        "  eqshard verify my_train.py:small_step --mesh data=4,tp=2",
+        _verify,
+    )
+    check.add_argument("source", metavar="STEP", help=_SOURCE)
+    add_mesh(check, help="the mesh; its devices are simulated")
+    check.add_argument("--how", choices=("program", "auto", "replicated"), help="how to plan (default: program)")
+    check.add_argument("--memory", type=bytes_from_text, metavar="BYTES", help="what the plan may take, as 14GB")
+    check.add_argument("--runs", type=int, default=RUNS, help="runs that measure the noise (default: %(default)s)")
+    check.add_argument("--seed", type=int, default=0, help="of the noise and of drawn values (default: %(default)s)")
+    add_outputs(check)
 
     best = commands.add(
         "best-mesh",
@@ -98,6 +118,24 @@ def _compile(a: argparse.Namespace) -> int:
     if a.html is not None:
         put(report(found, format="html"), a.html)
     return int(not found.fits)
+
+
+def _verify(a: argparse.Namespace) -> int:
+    if a.mesh is not None:
+        simulate(a.mesh.size())
+    step = load_step(a.source, shapes=False)
+    plan = step.plans
+    if plan is None or a.how is not None:
+        mesh = given_mesh(a)
+        if a.how in ("auto", "replicated"):
+            make = auto_plan if a.how == "auto" else replicated_plan
+            plan = tuple(make(arg, mesh) for arg in step.args)
+        else:
+            plan = wait_for("planning", lambda: step_plan(step.fn, *step.args, mesh=mesh, max_bytes=a.memory))
+    run = lambda: verify(plan, step.fn, *step.args, runs=a.runs, seed=a.seed)
+    found = wait_for("running the planned and the plain step", run)
+    show(lambda: report(found, width=width()), found.to_dict, a.json)
+    return int(not found.ok)
 
 
 def _mesh(a: argparse.Namespace, target: Target) -> MeshSpec:
