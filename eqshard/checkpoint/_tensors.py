@@ -80,7 +80,7 @@ def text_of(error: BaseException) -> str:
 
 def _unreadable(path: str, error: BaseException) -> FormatError:
     text = text_of(error)
-    if "CRC-32C" in text or "crc32c" in text.lower():
+    if any(word in text for word in ("Digest mismatch", "CRC-32C")):
         text = f"its checksum does not fit: the data was changed after it was saved ({text})"
     return FormatError(f"cannot read {shown(path)} from the checkpoint: {text}")
 
