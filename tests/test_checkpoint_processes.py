@@ -155,6 +155,42 @@ def test_each_process_reads_its_own_part(tmp_path):
             assert 0.5 < ratio <= (2.1 if name == "columns over 8" else 1.1), name
 
 
+def fail_in_one(folder):
+    """The second process cannot write; returns the error of each, and the seconds it took."""
+    import eqshard
+    from eqshard.checkpoint import _save
+
+    tree = values()
+    placed = eqshard.apply(plan_for(tree, 2), tree)
+    eqshard.checkpoint.save(f"{folder}/good", placed)
+    write, started = _save.write_arrays, time.monotonic()
+
+    def full(*args):
+        raise OSError("No space left on device")
+
+    if jax.process_index() == 1:
+        _save.write_arrays = full
+    errors = []
+    for path in (f"{folder}/bad", f"{folder}/good", f"{folder}/steps/good/file/x"):
+        try:
+            eqshard.checkpoint.save(path, placed)
+        except eqshard.ShardingError as error:
+            errors.append(str(error))
+    _save.write_arrays = write
+    eqshard.checkpoint.save(f"{folder}/bad", placed)  # and then it works
+    return errors, time.monotonic() - started
+
+
+def test_one_process_that_cannot_write(tmp_path):
+    """All processes raise, soon, and end; nothing is left behind."""
+    (tmp_path / "steps").write_text("a file")
+    found = run_processes(fail_in_one, 2, 4, args=(str(tmp_path),), timeout=60)
+    for errors, seconds in found:
+        assert "No space left on device in process 1" in errors[0] and "already" in errors[1]
+        assert "in process 0" in errors[2] and seconds < 15
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad", "good", "steps"]
+
+
 def example():
     """The script `examples/resume_anywhere.py` as a module."""
     path = pathlib.Path(__file__).parent.parent / "examples" / "resume_anywhere.py"
