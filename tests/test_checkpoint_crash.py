@@ -6,12 +6,15 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checkpoint_trees import thorough
+import pytest
+from jax.sharding import PartitionSpec as P
+from processes import run_outcomes
 
 from eqshard.checkpoint import Checkpoints, restore
 
@@ -67,22 +70,59 @@ def killed_run(folder, saves, part):
     return int(said[-1]) if said else step
 
 
-def test_killed_saves_lose_nothing(tmp_path):
+def check_steps(folder, promised):
+    """Every step that is listed is whole, and no step that was said to be complete is lost; returns the latest."""
+    checkpoints = Checkpoints(folder)
+    steps = checkpoints.steps()
+    assert promised in (0, *steps) or checkpoints.latest() > promised
+    for step in steps:  # also those that were about to be removed
+        restored = restore(folder, SHAPES, step=step)
+        assert all((np.asarray(x) == step).all() for x in restored.values())
+    return max(promised, checkpoints.latest() or 0)
+
+
+@pytest.mark.parametrize("kills", [pytest.param(3, id="some"), pytest.param(30, id="many", marks=pytest.mark.slow)])
+def test_killed_saves_lose_nothing(kills, tmp_path):
     rng = random.Random(0)
-    checkpoints, promised, leftovers = Checkpoints(tmp_path), 0, 0
-    for number in range(30 if thorough() else 3):
+    promised, leftovers = 0, 0
+    for number in range(kills):
         promised = max(promised, killed_run(tmp_path, saves=(1, 0, 3, 2)[number % 4], part=rng.uniform(0, 1.2)))
         leftovers += any("." in path.name for path in tmp_path.iterdir())
-        steps = checkpoints.steps()
-        assert promised in (0, *steps) or checkpoints.latest() > promised
-        for step in steps:  # also those that were about to be removed
-            restored = restore(tmp_path, SHAPES, step=step)
-            assert all((np.asarray(x) == step).all() for x in restored.values())
-        promised = max(promised, checkpoints.latest() or 0)
-    print("steps:", checkpoints.steps(), "runs that left something behind:", leftovers)
-    assert len(checkpoints.steps()) > 0
-    if thorough():
+        promised = check_steps(tmp_path, promised)
+    print("steps:", Checkpoints(tmp_path).steps(), "runs that left something behind:", leftovers)
+    assert len(Checkpoints(tmp_path).steps()) > 0
+    if kills > 10:
         assert leftovers > 5  # or the kills came at no interesting moment
+
+
+def save_until_killed(folder, seed):
+    """Saves steps with another process; one of the two is killed at a random moment, from within."""
+    import eqshard
+
+    host = {"w": np.zeros((1024, 512), "f4"), "v": np.zeros((512, 512), "f4"), "step": np.zeros((), "i4")}
+    plan = eqshard.replicated_plan(host, eqshard.MeshSpec(x=4)).at("'[vw]'").set(P("x"))
+    writer = eqshard.checkpoint.Checkpoints(folder, keep=2).open()
+    start, _ = writer.resume(host, plan)
+    rng = random.Random(seed)
+    after, victim = rng.randrange(1, 3), rng.randrange(2)
+    for step in range(start + 1, start + 10):
+        if step == start + after and jax.process_index() == victim:
+            threading.Timer(rng.uniform(0, 0.1), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        filled = {name: np.full(x.shape, step, x.dtype) for name, x in host.items()}
+        writer.save(step, eqshard.apply(plan, filled))
+        writer.wait()
+        (pathlib.Path(folder) / f"said_{jax.process_index()}").write_text(str(step))
+
+
+@pytest.mark.parametrize("kills", [pytest.param(1, id="some"), pytest.param(30, id="many", marks=pytest.mark.slow)])
+def test_killed_saves_of_two_processes_lose_nothing(kills, tmp_path):
+    promised = 0
+    for number in range(kills):
+        outcomes = run_outcomes(save_until_killed, 2, 2, args=(str(tmp_path), number), together=True, checked=False)
+        assert any(o.returncode == -signal.SIGKILL for o in outcomes), "\n".join(map(str, outcomes))
+        said = [file.read_text() for file in tmp_path.glob("said_*")]
+        promised = check_steps(tmp_path, max([promised, *(int(text) for text in said if text)]))
+    print("steps:", Checkpoints(tmp_path).steps())
 
 
 def test_a_save_that_was_cut_short_can_be_made_again(tmp_path):

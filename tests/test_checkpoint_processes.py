@@ -1,10 +1,13 @@
 """Checkpoints of several processes: saved by n, restored by m; how much each of them reads."""
 
+import importlib.util
 import json
+import pathlib
 import time
 
 import jax
 import numpy as np
+import pytest
 from checkpoint_trees import thorough
 from jax.sharding import PartitionSpec as P
 from processes import run_processes
@@ -150,3 +153,92 @@ def test_each_process_reads_its_own_part(tmp_path):
         for name, (ratio, _) in found.items():
             # Orbax cuts chunks only along what is split: of columns, each process must read the other's rows too.
             assert 0.5 < ratio <= (2.1 if name == "columns over 8" else 1.1), name
+
+
+def fail_in_one(folder):
+    """The second process cannot write; returns the error of each, and the seconds it took."""
+    import eqshard
+    from eqshard.checkpoint import _save
+
+    tree = values()
+    placed = eqshard.apply(plan_for(tree, 2), tree)
+    eqshard.checkpoint.save(f"{folder}/good", placed)
+    write, started = _save.write_arrays, time.monotonic()
+
+    def full(*args):
+        raise OSError("No space left on device")
+
+    if jax.process_index() == 1:
+        _save.write_arrays = full
+    errors = []
+    for path in (f"{folder}/bad", f"{folder}/good", f"{folder}/steps/good/file/x"):
+        try:
+            eqshard.checkpoint.save(path, placed)
+        except eqshard.ShardingError as error:
+            errors.append(str(error))
+    _save.write_arrays = write
+    eqshard.checkpoint.save(f"{folder}/bad", placed)  # and then it works
+    return errors, time.monotonic() - started
+
+
+def test_one_process_that_cannot_write(tmp_path):
+    """All processes raise, soon, and end; nothing is left behind."""
+    (tmp_path / "steps").write_text("a file")
+    found = run_processes(fail_in_one, 2, 4, args=(str(tmp_path),), timeout=60)
+    for errors, seconds in found:
+        assert "No space left on device in process 1" in errors[0] and "already" in errors[1]
+        assert "in process 0" in errors[2] and seconds < 15
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad", "good", "steps"]
+
+
+def example():
+    """The script `examples/resume_anywhere.py` as a module."""
+    path = pathlib.Path(__file__).parent.parent / "examples" / "resume_anywhere.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def resume_body(folder, axes, saves_to, plans):
+    """Resumes the run in `folder` by these kinds of plans; saves one of its own from the start, if it is asked to."""
+    import eqshard
+
+    script, mesh = example(), eqshard.MeshSpec(axes)
+    if saves_to is not None:
+        script.train(saves_to, script.own_plan(saves_to, mesh), script.SAVED_AT, saves=True)
+    return [script.train(folder, getattr(script, name)(folder, mesh)) for name in plans]
+
+
+PLANS = ("converted_plan", "own_plan", "indexed_plan")
+FOUR, TILES = {"fsdp": 4}, {"data": 2, "fsdp": 4}
+
+
+@pytest.mark.parametrize(
+    ("plans", "meshes"),
+    [
+        pytest.param(PLANS[:1], ((TILES, 4, True),), id="some"),
+        pytest.param(PLANS, ((FOUR, 2, False), (TILES, 4, True)), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_resume_anywhere(plans, meshes, tmp_path):
+    """A run on 8 devices goes on on 4 and on 2 x 4, in one and in two processes, with the losses it would have had."""
+    import eqshard
+
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as optax needs it
+        script, eight = example(), eqshard.MeshSpec(fsdp=8)
+        whole = script.train(tmp_path / "empty", script.own_plan("", eight))
+        script.train(one, script.own_plan(one, eight), script.SAVED_AT, saves=True)
+        found = []
+        for axes, each, saves in meshes:
+            args = (one, axes, two if saves else None, plans)
+            for losses in run_processes(resume_body, 2, each, args=args, timeout=300, checked=False):
+                found += losses
+        for axes, _, _ in meshes:  # what two processes saved, in one
+            found += resume_body(two, axes, None, plans)
+    assert len(found) == 3 * len(plans) * len(meshes)
+    for losses in found:
+        assert list(losses) == list(range(script.SAVED_AT, script.STEPS))
+        np.testing.assert_allclose(list(losses.values()), [whole[i] for i in losses], rtol=1e-5)

@@ -11,12 +11,16 @@ _MOST = 2**24  # larger ones make it no faster
 _CUTS = 8  # parts of a dimension that another layout may want one of
 
 
+def chunk_shape(x: Any) -> tuple[int, ...]:
+    """The shape of the chunks that `x` is written in."""
+    return _chunk(tuple(x.shape), _written(x), chunk_bytes(x) // x.dtype.itemsize)
+
+
 def chunk_bytes(x: Any) -> int:
     """The most bytes of a chunk of `x`.
 
     A reader gets whole chunks: one who wants an eighth of the rows reads no more than that if chunks end there. But
-    each chunk costs time to write. So the largest ones that come closest to `_CUTS` parts of every dimension. Orbax
-    takes a size and makes the shape; here is what it will make.
+    each chunk costs time to write. So the largest ones that come closest to `_CUTS` parts of every dimension.
     """
     shape, size = tuple(x.shape), x.dtype.itemsize
     piece = _written(x)

@@ -11,7 +11,7 @@ from .._tree import some
 from .._value import Reader
 from ._eformer_contents import eformer_contents, INDEX
 from ._encode import kept_as, key_words, store_name
-from ._files import check_links, folders, is_file, local_path, PathLike, read_json
+from ._files import check_links, denied, folders, is_file, local_path, PathLike, read_json, step_number, Whole
 from ._orbax_contents import array_names, METADATA, orbax_contents
 from ._safetensors_contents import is_safetensors, safetensors_contents
 from ._stored import Contents, keys_of, StoredLeaf
@@ -24,13 +24,24 @@ PLAN_FILE = "plan.json"
 _ITEMS = (STATE, "item", "default")
 
 
-def contents(path: PathLike, *, step: int | None = None, prefix: str | None = None) -> Contents:
+def contents(path: PathLike, *, step: Whole | None = None, prefix: str | None = None) -> Contents:
     """What the checkpoint at `path` holds; of a folder of steps, the one asked for, or the latest."""
     root = local_path(path)
-    if not root.exists():
+    if not _exists(root):
         raise ShardingError(f"no checkpoint at {root}: there is no such file or folder.")
+    step = None if step is None else step_number(step)
     found = _at(root, step, prefix)
     return found if prefix is None or found.kind == "eformer" else found.below(prefix)
+
+
+def _exists(path: pathlib.Path) -> bool:
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise denied(path, error) from error
+    except OSError:
+        return False
+    return True
 
 
 def _at(root: pathlib.Path, step: int | None, prefix: str | None) -> Contents:
@@ -110,7 +121,7 @@ def _eqshard_contents(root: pathlib.Path) -> Contents:
     return Contents(root, "eqshard", tuple(leaves), plan)
 
 
-def read_plan(path: PathLike, *, step: int | None = None) -> ShardingPlan:
+def read_plan(path: PathLike, *, step: Whole | None = None) -> ShardingPlan:
     """The plan that `save` put beside the arrays: how they lay, on which mesh.
 
     ```python

@@ -1,11 +1,15 @@
 """Files of a checkpoint that may be broken or hostile: what is read lies inside, is a file, and is not endless."""
 
 import json
+import operator
 import os
 import pathlib
 import re
 import stat
-from typing import Any
+from typing import Any, SupportsIndex
+
+import jax
+import numpy as np
 
 from .._errors import FormatError, ShardingError
 from .._tree import size_text
@@ -13,6 +17,8 @@ from .._value import short
 
 
 PathLike = str | os.PathLike[str]
+Whole = SupportsIndex | np.ndarray | jax.Array
+"""A whole number of any kind."""
 
 MOST_JSON = 512 * 2**20
 """Bytes of the largest JSON file that is read: a plan of a million leaves takes half of it."""
@@ -26,6 +32,32 @@ def local_path(path: PathLike) -> pathlib.Path:
     if not text or "\0" in text:
         raise ShardingError(f"{text!r} is no path.")
     return pathlib.Path(os.path.abspath(text))
+
+
+def step_number(step: Any) -> int:
+    """`step` as an int; any kind of integer will do, and nothing else."""
+    number = integer(step)
+    if number is None or not 0 <= number < 10**18:
+        raise ShardingError(f"`step={short(step)}` is not a step: it must be an integer from 0 to 10**18 - 1.")
+    return number
+
+
+def count_from_one(name: str, value: Any) -> int:
+    """`value` as an int of at least 1."""
+    number = integer(value)
+    if number is None or number < 1:
+        raise ShardingError(f"`{name}={short(value)}`: it must be an integer, and counts from 1.")
+    return number
+
+
+def integer(value: Any) -> int | None:
+    """`value` as an int if it is an integer of any kind; else None. A bool is none."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) == np.dtype(bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # also of a value that is being traced
+        return None
 
 
 def inside(root: pathlib.Path, name: str, where: str) -> pathlib.Path:
@@ -57,13 +89,15 @@ def check_links(root: pathlib.Path, folder: pathlib.Path) -> None:
                     elif entry.is_dir(follow_symlinks=False):
                         waiting.append(pathlib.Path(entry.path))
         except OSError as error:
-            raise FormatError(f"cannot read the checkpoint: {error}.") from None
+            raise FormatError(f"cannot read the checkpoint: {error}.") from error
 
 
 def is_file(path: pathlib.Path) -> bool:
     """Whether `path` is a plain file; a link that leads nowhere, or in a circle, is none."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
+    except PermissionError as error:
+        raise denied(path, error) from error
     except (OSError, ValueError):
         return False
 
@@ -73,8 +107,15 @@ def folders(path: pathlib.Path) -> list[str]:
     try:
         with os.scandir(path) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir())
+    except PermissionError as error:
+        raise denied(path, error) from error
     except OSError:
         return []
+
+
+def denied(path: pathlib.Path, error: OSError) -> ShardingError:
+    """The error for a file that this user may not read."""
+    return ShardingError(f"cannot read {path}: {error.strerror}. To fix this, give this user the right to read it.")
 
 
 def read_json(path: pathlib.Path) -> Any:
@@ -87,7 +128,7 @@ def read_json(path: pathlib.Path) -> Any:
             raise FormatError(f"{path}: {size_text(size)} of JSON; at most {size_text(MOST_JSON)} are read.")
         return parse_json(path.read_bytes(), str(path))
     except OSError as error:
-        raise FormatError(f"cannot read {path}: {error}.") from None
+        raise FormatError(f"cannot read {path}: {error}.") from error
 
 
 def parse_json(text: bytes | str, where: str) -> Any:

@@ -16,7 +16,7 @@ from .._plan import ShardingPlan
 from .._tree import shown
 from ._contents import contents
 from ._encode import key_words
-from ._files import PathLike
+from ._files import PathLike, Whole
 from ._stored import Contents, StoredLeaf
 
 
@@ -29,7 +29,7 @@ def plan_from_index(
     *,
     prefix: str | None = None,
     default: Default = None,
-    step: int | None = None,
+    step: Whole | None = None,
     strict: bool = True,
 ) -> ShardingPlan:
     """A plan for what a checkpoint holds, from its index alone: no array is read.

@@ -26,6 +26,7 @@ Index = tuple[slice, ...]
 
 _IN_FLIGHT = 2**30  # bytes that are being read at a time
 _OPEN_AT_ONCE = 256
+_SMALL = 2**16  # bytes of an array of which one read costs less than one for each shard
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def _take(job: Job, view: Any, shape: tuple[int, ...], pieces: list[Index]) -> l
     if not isinstance(job.stored.source, TensorSource):
         return [lambda i=i: np.array(view[i]) for i in pieces]
     box = _box(pieces)
-    if box is not None and len(pieces) > 1 and not _on_grid(pieces, read_chunk(view), shape):
+    small = math.prod(shape) * itemsize(job.stored.kept_as or job.stored.dtype) <= _SMALL
+    if box is not None and len(pieces) > 1 and (small or not _on_grid(pieces, read_chunk(view), shape)):
         # Pieces that share chunks are cut from one read, so that no chunk is read twice.
         block = _once(begin_read(job.path, view, box))
         inner = [tuple(slice(s.start - b.start, s.stop - b.start) for s, b in zip(i, box)) for i in pieces]

@@ -14,7 +14,7 @@ from .._plan import match, named_shardings, ShardingPlan
 from .._tree import dtype_name, narrow_dtype, shown
 from ._choose import check_values, choose, Names, Wanted, wanted_leaves
 from ._contents import contents
-from ._files import PathLike
+from ._files import PathLike, Whole
 from ._progress import Progress
 from ._read import Job, local_bytes, read_arrays, settled
 from ._stored import Contents, StoredLeaf
@@ -29,7 +29,7 @@ def restore(
     like: T,
     plan: ShardingPlan | None = None,
     *,
-    step: int | None = None,
+    step: Whole | None = None,
     only: Names | None = None,
     rename: Rename | None = None,
     missing: Names = (),

@@ -17,8 +17,10 @@ from .._tree import shown, size_text, Tree
 from ._choose import Names, renamed, Wanted, wanted_leaves
 from ._files import local_path, PathLike
 from ._library import library
+from ._replace import failed, file_names, put_in_place, write_beside
 from ._restore import Rename, restore_contents
-from ._safetensors_contents import DTYPES, HF_INDEX, is_safetensors, safetensors_contents
+from ._safetensors_contents import DTYPES, is_safetensors, safetensors_contents
+from ._save import exchange_all
 from ._stored import keys_of
 
 
@@ -93,7 +95,9 @@ def save_safetensors(
     """Writes the array leaves of `tree` as safetensors, whole, by the first process.
 
     Into one file if `path` ends in `.safetensors`; else into a folder, in files of about `max_bytes` with an index.
-    Each file appears when it is complete. Arrays that lie in several processes are gathered, one after the other.
+    An older save there is replaced at once: a program killed at any moment leaves the old weights or the new ones. Its
+    files are removed; new files that would have the same names are called `model-00001-of-00002.v2.safetensors`, as the
+    index says. Arrays that lie in several processes are gathered, one after the other.
 
     ```python
     import eqshard, jax.numpy as jnp, tempfile
@@ -113,27 +117,38 @@ def save_safetensors(
 
     **Raises:**
 
-    - `ShardingError`: two leaves have one name, or a dtype that safetensors lacks.
+    - `ShardingError`: two leaves have one name, or a dtype that safetensors lacks; the files cannot be written.
     """
-    numpy = library("safetensors.numpy")
+    library("safetensors.numpy")
     target = local_path(path)
     named = _named(wanted_leaves(tree), rename)
     one = target.name.endswith(".safetensors")
     groups = [named] if one else _groups(named, max_bytes)
     folder = target.parent if one else target
-    names = [target.name] if one else _file_names(len(groups))
-    writes = jax.process_index() == 0
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, group in zip(names, groups):
-        arrays = {n: _whole(x) for n, x in group.items()}
-        if writes:
-            _replace(folder / name, lambda file, arrays=arrays: numpy.save_file(arrays, file, dict(metadata or {})))
-    if not one and len(groups) > 1 and writes:
-        total = sum(x.nbytes for x in named.values())
-        where = {n: name for name, group in zip(names, groups) for n in group}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
-        _replace(folder / HF_INDEX, lambda file: pathlib.Path(file).write_text(text))
+    names = [target.name] if one else file_names(len(groups))
+    problem: ShardingError | None = None
+    written: list[pathlib.Path] = []
+    try:
+        for group in groups:
+            arrays = {n: _whole(x) for n, x in group.items()}  # by all processes, also after a failure of the first
+            if jax.process_index() == 0 and problem is None:
+                try:
+                    written.append(write_beside(folder, arrays, metadata))
+                except (OSError, ValueError) as error:
+                    problem = failed(target, error)
+        if jax.process_index() == 0 and problem is None:
+            try:
+                names = put_in_place(
+                    folder, written, names, [{n: x.nbytes for n, x in group.items()} for group in groups]
+                )
+            except (OSError, ValueError) as error:
+                problem = failed(target, error)
+    finally:
+        for file in written:
+            file.unlink(missing_ok=True)
+    told, names = json.loads(exchange_all(target, json.dumps(["" if problem is None else str(problem), names]))[0])
+    if told:
+        raise problem or ShardingError(told)
     return tuple(folder / name for name in names)
 
 
@@ -177,19 +192,5 @@ def _groups(named: dict[str, Any], max_bytes: int) -> list[dict[str, Any]]:
     return groups
 
 
-def _file_names(n: int) -> list[str]:
-    return ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-
-
 def _whole(x: Any) -> np.ndarray:
     return np.ascontiguousarray(gather(x, to="all")).reshape(x.shape)
-
-
-def _replace(file: pathlib.Path, write: Any) -> None:
-    """Writes a file beside, then gives it its name: it is there whole, or not."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        write(str(beside))
-        os.replace(beside, file)
-    finally:
-        beside.unlink(missing_ok=True)

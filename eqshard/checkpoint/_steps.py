@@ -15,15 +15,21 @@ from .._tree import Tree
 from .._value import Value
 from ._choose import Names
 from ._contents import step_numbers
-from ._files import folders, local_path, PathLike
+from ._files import count_from_one, folders, integer, local_path, PathLike, step_number, Whole
 from ._restore import Rename, restore
-from ._save import save, Saving
+from ._save import save, Saving, UNFINISHED
 
 
 T = TypeVar("T")
 
 _REMOVED = ".removed"
-_LEFTOVER = re.compile(rf"\d+(\.orbax-checkpoint-tmp.*|{re.escape(_REMOVED)})")
+_LEFTOVER = re.compile(rf"\d+({re.escape(UNFINISHED)}.*|{re.escape(_REMOVED)})")
+
+
+def _as_int(value: Any) -> Any:
+    """Integers of any kind as int; anything else as it is, to be refused by name."""
+    number = integer(value)
+    return value if number is None else number
 
 
 class Checkpoints(Value):
@@ -45,18 +51,18 @@ class Checkpoints(Value):
 
     path: str = eqx.field(static=True, converter=lambda path: str(local_path(path)))
     """The folder: each step is a folder in it."""
-    every: int = eqx.field(static=True, default=1)
+    every: int = eqx.field(static=True, default=1, converter=_as_int)
     """`Writer.save` saves the steps that this divides, and passes over the others."""
-    keep: int | None = eqx.field(static=True, default=None)
+    keep: int | None = eqx.field(static=True, default=None, converter=_as_int)
     """How many of the latest steps are kept; None: all."""
-    keep_every: int | None = eqx.field(static=True, default=None)
+    keep_every: int | None = eqx.field(static=True, default=None, converter=_as_int)
     """Steps that this divides are kept however old."""
 
     def __check_init__(self) -> None:
         for name in ("every", "keep", "keep_every"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ShardingError(f"`{name}={value}`: it counts from 1.")
+            if value is not None or name == "every":
+                count_from_one(name, value)
 
     def _key(self) -> Any:
         return self.path, self.every, self.keep, self.keep_every
@@ -126,7 +132,7 @@ class Writer:
         )
         return step, state
 
-    def save(self, step: int, tree: Tree, *, plan: ShardingPlan | None = None, force: bool = False) -> bool:
+    def save(self, step: Whole, tree: Tree, *, plan: ShardingPlan | None = None, force: bool = False) -> bool:
         """Saves a step in the background, if it is one of every `every`; returns as soon as the arrays are copied.
 
         Waits for the save before, and raises what went wrong with it.
@@ -140,6 +146,7 @@ class Writer:
 
         Whether the step is being saved.
         """
+        step = step_number(step)
         if step % self.checkpoints.every and not force:
             return False
         self.wait()
@@ -160,7 +167,7 @@ class Writer:
         self.wait(progress=progress)
 
 
-def remove(path: PathLike, step: int) -> None:
+def remove(path: PathLike, step: Whole) -> None:
     """Removes a step: first its name, at once, so that half of it is never taken for a checkpoint.
 
     ```python
@@ -174,12 +181,15 @@ def remove(path: PathLike, step: int) -> None:
 
     **Raises:**
 
-    - `ShardingError`: there is no such step.
+    - `ShardingError`: there is no such step, or it may not be removed.
     """
-    root = local_path(path)
+    root, step = local_path(path), step_number(step)
     if step not in step_numbers(root):
         raise ShardingError(f"no complete checkpoint of step {step} in {root}.")
     gone = root / f"{step}{_REMOVED}"
     shutil.rmtree(gone, ignore_errors=True)
-    os.rename(root / str(step), gone)
+    try:
+        os.rename(root / str(step), gone)
+    except OSError as error:
+        raise ShardingError(f"cannot remove step {step} in {root}: {error.strerror}.") from error
     shutil.rmtree(gone, ignore_errors=True)

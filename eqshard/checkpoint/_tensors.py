@@ -62,20 +62,27 @@ def open_tensors(sources: Iterable[tuple[str, TensorSource]]) -> list[Any]:
         try:
             waiting.append((path, ts.open(source.spec(), context=source.context, open=True, read=True)))
         except TENSORSTORE_ERRORS as error:
-            raise _unreadable(path, error) from None
+            raise _unreadable(path, error) from error
     for path, future in waiting:
         try:
             store = future.result()
         except TENSORSTORE_ERRORS as error:
-            raise _unreadable(path, error) from None
+            raise _unreadable(path, error) from error
         _check_sane(path, store)
         opened.append(store)
     return opened
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says, without the places in tensorstore's own code."""
+    return str(error).split(" [source locations=")[0][:500]
+
+
 def _unreadable(path: str, error: BaseException) -> FormatError:
-    text = str(error).split(" [source locations=")[0]
-    return FormatError(f"cannot read {shown(path)} from the checkpoint: {text[:500]}")
+    text = text_of(error)
+    if any(word in text for word in ("Digest mismatch", "CRC-32C")):
+        text = f"its checksum does not fit: the data was changed after it was saved ({text})"
+    return FormatError(f"cannot read {shown(path)} from the checkpoint: {text}")
 
 
 def _check_sane(path: str, store: Any) -> None:
@@ -106,13 +113,13 @@ def begin_read(path: str, store: Any, index: tuple[slice, ...]) -> Callable[[], 
     try:
         future = ts.array(piece).write(store[index][ts.d[:].translate_to[0]] if index else store)
     except TENSORSTORE_ERRORS as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable(path, error) from error
 
     def result() -> np.ndarray:
         try:
             future.result()
         except TENSORSTORE_ERRORS as error:
-            raise _unreadable(path, error) from None
+            raise _unreadable(path, error) from error
         return piece
 
     return result
