@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
+from ._agree import agree_to_move, PATIENCE
 from ._errors import MeshError, MismatchError, ShardingError
 from ._match import loose_rows
 from ._mesh import MeshLike, MeshSpec
@@ -19,7 +20,7 @@ from ._spec import canonical, check, entries, entry_axes, fit_spec, spec_text, U
 from ._tree import dtype_name, manual_axes, shown, Tree
 
 
-def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
+def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False, timeout: float | int = PATIENCE) -> Tree:
     """Lays `tree` out as `plan` says, at rest.
 
     The same call everywhere. Eagerly, arrays (numpy too) move with one `jax.device_put`, and those that already lie
@@ -40,6 +41,7 @@ def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
 
     - `plan`: must match `tree`, leaf by leaf.
     - `donate`: eagerly, give up the buffers of `tree`, so that moving needs no second copy.
+    - `timeout`: seconds to wait for the other processes, where arrays over several processes move.
 
     **Returns:**
 
@@ -48,6 +50,7 @@ def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
     **Raises:**
 
     - `MismatchError`: the tree is not the one that was planned.
+    - `ProcessError`: the processes do not move the same arrays in the same way, or one does not move them in time.
     - `ShardingError`: a row of the plan does not fit its mesh.
     """
     leaves, treedef = jtu.tree_flatten(tree)
@@ -70,11 +73,11 @@ def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
             concrete.add(type(x))
             put.append((i, row))
     if put:
-        _put(plan, put, out, donate)
+        _put(plan, put, out, donate, timeout)
     return jtu.tree_unflatten(treedef, out)
 
 
-def _put(plan: ShardingPlan, put: list[tuple[int, int]], out: list[Any], donate: bool) -> None:
+def _put(plan: ShardingPlan, put: list[tuple[int, int]], out: list[Any], donate: bool, timeout: float | int) -> None:
     """Moves the concrete leaves that lie elsewhere, all at once, each shared array once.
 
     `put` has their places in `out` and their rows.
@@ -104,6 +107,10 @@ def _put(plan: ShardingPlan, put: list[tuple[int, int]], out: list[Any], donate:
         asked.append((i, row, where[key]))
     if not arrays:
         return
+    if jax.process_count() > 1:
+        paths = {j: rows[row].path for _, row, j in reversed(asked)}
+        moves = [(paths[j], x, s) for j, (x, s) in enumerate(zip(arrays, shardings))]
+        agree_to_move("apply", moves, timeout=timeout)
     moved = put_all(arrays, shardings, donate=donate)
     traced = isinstance(moved[0], Tracer)  # then device_put forgets the layout on Auto axes
     for i, row, j in asked:

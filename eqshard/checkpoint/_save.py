@@ -11,12 +11,13 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
+from .._agree import agree_to
 from .._errors import ShardingError
 from .._layout import plan_of
 from .._plan import match, ShardingPlan
 from .._put import is_key
 from .._tree import array_leaves, shown, Tree
-from .._value import header
+from .._value import digest, header
 from ._chunks import chunk_bytes
 from ._contents import PLAN, PLAN_FILE, STATE
 from ._encode import encode, store_name
@@ -115,6 +116,7 @@ def save(
 
     - `ShardingError`: there is something at `path` already; a leaf has no value.
     - `MismatchError`: `plan` is not of this tree.
+    - `ProcessError`: the processes do not save the same arrays at the same path, or one does not within five minutes.
     """
     ocp = library("orbax.checkpoint")
     where = local_path(path)
@@ -127,6 +129,9 @@ def save(
     arrays, record = _contents(tree, plan)
     if step is not None:
         record["step"] = step
+    if jax.process_count() > 1:
+        facts = {"the path": str(where), "the plan": digest(record["plan"]), "the arrays": digest(sorted(arrays))}
+        agree_to("checkpoint.save", facts, jax.devices())
     if jax.process_index() == 0:
         where.parent.mkdir(parents=True, exist_ok=True)
     chunks = {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes(x)) for name, x in arrays.items()}
