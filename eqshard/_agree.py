@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import time
 import zlib
 from collections.abc import Iterable
@@ -10,17 +11,22 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed  # the coordinator's key-value store; JAX has no public way to it
+from jax.sharding import NamedSharding
 
 from ._errors import ProcessError
 from ._layout import spec_of
 from ._plan import ShardingPlan
-from ._put import is_key
+from ._put import is_global, is_key, is_tracing
 from ._spec import spec_text
 from ._tree import array_leaves, dtype_name, some, Tree, type_text
 from ._value import digest, Value
 
 
 _MOST = 1_000_000  # bytes of details that a process publishes
+_SMALL = 2**18  # elements of an argument whose values are compared
+_LEFT = "left"  # said by a process that has stopped waiting
+PATIENCE = 300.0
+"""Seconds that a process waits for the others before an action of all of them, unless told otherwise."""
 
 
 def check_processes(x: ShardingPlan | Value | Tree, *, timeout: float | int = 30.0) -> None:
@@ -52,36 +58,85 @@ def check_processes(x: ShardingPlan | Value | Tree, *, timeout: float | int = 30
     agree(type(x).__name__ if isinstance(x, Value) else "tree", facts, timeout=timeout)
 
 
-def agree(what: str, facts: dict[str, str], *, channel: str = "check", timeout: float | int = 30.0) -> None:
+def agree_to(action: str, facts: dict[str, str], devices: Iterable[Any], *, timeout: float | int = PATIENCE) -> None:
+    """Raises, in every process that has one of `devices`, unless all are about to do the same with collectives.
+
+    All actions share a channel, so that a process that gathers meets those that apply, and each is told.
+    """
+    members = tuple(sorted({d.process_index for d in devices}))
+    if len(members) > 1 and jax.process_index() in members:
+        what = f"arguments of `{action}`"
+        agree(what, {"the next call": f"`{action}`", **facts}, channel="action", timeout=timeout, members=members)
+
+
+def agree_to_move(
+    action: str, moves: Iterable[tuple[str, Any, NamedSharding | None]], *, timeout: float | int = PATIENCE
+) -> None:
+    """`agree_to`, for arrays over several processes that go from their layouts to others, or to the hosts."""
+    if jax.process_count() == 1 or is_tracing():
+        return
+    across = [(path, x, to) for path, x, to in moves if is_global(x)]
+    facts = {
+        f"`{path}`": _leaf_text(x) + ("" if to is None else f" to {spec_text(to.spec)} on {dict(to.mesh.shape)}")
+        for path, x, to in across
+    }
+    agree_to(action, facts, {d for _, x, _ in across for d in x.sharding.device_set}, timeout=timeout)
+
+
+def argument_facts(args: Tree) -> dict[str, str]:
+    """What can be compared of arguments that every process must pass alike; values only of small arrays."""
+    small = {path: x for path, x in array_leaves(args) if math.prod(x.shape) <= _SMALL}
+    rest = {path: type_text(tuple(x.shape), dtype_name(x)) for path, x in array_leaves(args) if path not in small}
+    return {f"argument `{path}`": _leaf_text(x) for path, x in small.items()} | {
+        f"argument `{path}`": text for path, text in rest.items()
+    }
+
+
+def agree(
+    what: str,
+    facts: dict[str, str],
+    *,
+    channel: str = "check",
+    timeout: float | int = 30.0,
+    members: tuple[int, ...] | None = None,
+) -> None:
     """Compares `facts` over the processes; those of one `channel` must ask in the same order."""
-    told = exchange(channel, f"{what} {digest(facts)}", timeout)
-    missing = [i for i in range(jax.process_count()) if i not in told]
+    members = tuple(range(jax.process_count())) if members is None else members
+    if len(members) < jax.process_count():
+        channel = f"{channel}/of/{'-'.join(map(str, members))}"
+    told = exchange(channel, f"{what} {digest(facts)}", timeout, members)
+    missing = [i for i in members if told.get(i, _LEFT) == _LEFT]
     if missing:
         raise ProcessError(
-            f"{_processes(missing)} of {jax.process_count()} did not reach the check of the {what} within "
-            f"{timeout:g} s; {_processes(told)} did. It died, is slower than that, or does something else."
+            f"{_processes(missing)} of {len(members)} did not reach the check of the {what} within "
+            f"{timeout:g} s; {_processes(set(members) - set(missing))} did. It died, is slower than that, or does "
+            "something else."
         )
     groups: dict[str, list[int]] = {}
     for i, text in sorted(told.items()):
         groups.setdefault(text, []).append(i)
     if len(groups) > 1:
-        raise ProcessError(_disagreement(what, facts, list(groups.values()), channel, timeout))
+        raise ProcessError(_disagreement(what, facts, list(groups.values()), channel, timeout, members))
 
 
-def exchange(channel: str, text: str, timeout: float | int) -> dict[int, str]:
+def exchange(channel: str, text: str, timeout: float | int, members: tuple[int, ...] | None = None) -> dict[int, str]:
     """What each process says, as far as it does within the time.
 
     How often a channel was used is counted by the coordinator, not here. A process that has everybody's answer knows
-    that everybody is past the round before, and removes what it said then.
+    that everybody is past the round before, and removes what it said then. One that stops waiting says so: who comes
+    later must not go on alone.
     """
     client, me = _client(), jax.process_index()
+    expected = jax.process_count() if members is None else len(members)
     try:
         turn = client.key_value_increment(f"eqshard/{channel}/turn/{me}", 1)
         folder = f"eqshard/{channel}/said/{turn}/"
         client.key_value_set(f"{folder}{me}", text)
-        told = _poll(client, folder, time.monotonic() + timeout)
-        if len(told) == jax.process_count():
+        told = _poll(client, folder, time.monotonic() + timeout, expected)
+        if len(told) == expected:
             client.key_value_delete(f"eqshard/{channel}/said/{turn - 1}/{me}")
+        else:
+            client.key_value_set(f"{folder}{me}", _LEFT, allow_overwrite=True)
     except jax.errors.JaxRuntimeError as error:
         raise ProcessError(f"the coordinator, which is process 0, does not answer: {error}") from None
     return told
@@ -93,11 +148,11 @@ def new_channel(kind: str) -> str:
     return f"{kind}/{turn}"
 
 
-def _poll(client: Any, folder: str, deadline: float) -> dict[int, str]:
+def _poll(client: Any, folder: str, deadline: float, expected: int) -> dict[int, str]:
     pause = 0.001
     while True:
         told = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get(folder)}
-        if len(told) == jax.process_count() or time.monotonic() > deadline:
+        if len(told) == expected or time.monotonic() > deadline:
             return told
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
@@ -110,7 +165,14 @@ def _client() -> Any:
     return client
 
 
-def _disagreement(what: str, facts: dict[str, str], groups: list[list[int]], channel: str, timeout: float | int) -> str:
+def _disagreement(
+    what: str,
+    facts: dict[str, str],
+    groups: list[list[int]],
+    channel: str,
+    timeout: float | int,
+    members: tuple[int, ...],
+) -> str:
     """The message. All processes come here, so they can tell each other more."""
     most = max(groups, key=lambda group: (len(group), 0 in group))
     others = [group for group in groups if group is not most]
@@ -119,8 +181,8 @@ def _disagreement(what: str, facts: dict[str, str], groups: list[list[int]], cha
         f"{'differs' if len(others) == len(others[0]) == 1 else 'differ'} from {_processes(most)}."
     ]
     packed = zlib.compress(json.dumps(facts).encode()).hex()
-    told = exchange(f"{channel}/facts", packed if len(packed) <= _MOST else "", timeout)
-    known = {i: json.loads(zlib.decompress(bytes.fromhex(text))) for i, text in told.items() if text}
+    told = exchange(f"{channel}/facts", packed if len(packed) <= _MOST else "", timeout, members)
+    known = {i: json.loads(zlib.decompress(bytes.fromhex(text))) for i, text in told.items() if text not in ("", _LEFT)}
     for group in others:
         if group[0] in known and most[0] in known:
             lines.append(f"  {_processes(group)}: {_first_difference(known[most[0]], known[group[0]])}")

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
+from ._agree import agree_to_move, PATIENCE
 from ._errors import MeshError, ShardingError
 from ._match import loose_rows
 from ._mesh import MeshLike, MeshSpec
@@ -20,7 +21,7 @@ from ._spec import canonical, check, entries, entry_axes, fit_spec, spec_text, U
 from ._tree import dtype_name, manual_axes, Tree
 
 
-def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
+def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False, timeout: float | int = PATIENCE) -> Tree:
     """Lays `tree` out as `plan` says, at rest.
 
     The same call everywhere. Eagerly, arrays (numpy too) move with one `jax.device_put`, and those that already lie
@@ -45,6 +46,7 @@ def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
         holds it, so the caller must not hold the tree either: pass the result of a call, as in
         `apply(plan, step(...), donate=True)`, or take it out of a container, as in
         `apply(plan, trees.pop(), donate=True)`. Arrays that are still held stay valid, and keep their memory.
+    - `timeout`: seconds to wait for the other processes, where arrays over several processes move.
 
     **Returns:**
 
@@ -54,6 +56,7 @@ def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
 
     - `MismatchError`: the tree is not the one that was planned; or an integer of a 64-bit numpy array does not fit
         into the 32 bits that JAX holds.
+    - `ProcessError`: the processes do not move the same arrays in the same way, or one does not move them in time.
     - `ShardingError`: a row of the plan does not fit its mesh.
     """
     leaves, treedef = jtu.tree_flatten(tree)
@@ -78,11 +81,11 @@ def apply(plan: ShardingPlan, tree: Tree, *, donate: bool = False) -> Tree:
             put.append((i, row))
     if put:
         tree = leaves = x = None  # what moves is held by `out` alone
-        _put(plan, put, out, donate)
+        _put(plan, put, out, donate, timeout)
     return jtu.tree_unflatten(treedef, out)
 
 
-def _put(plan: ShardingPlan, put: list[tuple[int, int]], out: list[Any], donate: bool) -> None:
+def _put(plan: ShardingPlan, put: list[tuple[int, int]], out: list[Any], donate: bool, timeout: float | int) -> None:
     """Moves the concrete leaves that lie elsewhere, all at once, each shared array once.
 
     `put` has their places in `out` and their rows.
@@ -107,6 +110,11 @@ def _put(plan: ShardingPlan, put: list[tuple[int, int]], out: list[Any], donate:
         asked.append((i, row, where[key]))
     if not arrays:
         return
+    if jax.process_count() > 1:
+        paths = {j: rows[row].path for _, row, j in reversed(asked)}
+        moves = [(paths[j], x, s) for j, (x, s) in enumerate(zip(arrays, shardings))]
+        agree_to_move("apply", moves, timeout=timeout)
+        moves = []
     x = None
     if donate:
         for i, *_ in asked:

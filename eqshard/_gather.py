@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
+from ._agree import agree_to_move, PATIENCE
 from ._apply import apply
 from ._errors import ShardingError
 from ._mesh import MeshLike
@@ -29,7 +30,7 @@ def replicate(tree: Tree, mesh: MeshLike) -> Tree:
     return apply(replicated_plan(tree, mesh), tree)
 
 
-def gather(tree: Tree, *, to: Literal["all"] | int | None = None) -> Tree:
+def gather(tree: Tree, *, to: Literal["all"] | int | None = None, timeout: float | int = PATIENCE) -> Tree:
     """Brings every array leaf of `tree` whole to the host, as numpy.
 
     Typed PRNG keys, which numpy cannot hold, become arrays on one device. `jax.ShapeDtypeStruct`s lose their sharding.
@@ -47,9 +48,11 @@ def gather(tree: Tree, *, to: Literal["all"] | int | None = None) -> Tree:
 
     - `to`: `"all"`: every process gets every array; or the index of the process that does: on the others each jax
         array becomes a `jax.ShapeDtypeStruct`.
+    - `timeout`: with `to`, seconds to wait for the other processes.
 
     **Raises:**
 
+    - `ProcessError`: the processes do not gather the same arrays, or one does not gather them in time.
     - `ShardingError`: a leaf is traced; or a part of it lies in another process, and `to` is not given.
     """
     leaves, treedef = jtu.tree_flatten(tree)
@@ -63,6 +66,9 @@ def gather(tree: Tree, *, to: Literal["all"] | int | None = None) -> Tree:
                 f"cannot gather {shown(path)}: part of it lies in another process. Let every process call "
                 '`gather(tree, to="all")` to have it everywhere, or `gather(tree, to=0)` to have it in process 0.'
             )
+    if to is not None:
+        sent = [(path, x, None) for path, x in array_leaves(tree) if isinstance(x, jax.Array) and not is_here(x)]
+        agree_to_move(f"gather(to={to!r})", sent, timeout=timeout)
     keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
     data = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
     host: list[Any] = [fetch(x) if isinstance(x, jax.Array) and not is_here(x) else x for x in data]

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Var
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ._agree import agree_to, argument_facts, PATIENCE
 from ._apply import apply
 from ._auto import auto_plan
 from ._axes import PartitionAxis
@@ -23,6 +24,7 @@ from ._put import is_tracing
 from ._spec import UNCONSTRAINED
 from ._stray import check_devices
 from ._tree import array_leaves, Tree
+from ._value import digest
 
 
 _LEAST_BYTES = 2**25  # a program that makes less is not worth to be cut
@@ -32,16 +34,28 @@ Planner = Callable[[Tree, MeshLike], ShardingPlan]
 
 
 @overload
-def init(plan: ShardingPlan, fn: Callable[..., Any], /, *args: Any) -> Tree: ...
+def init(plan: ShardingPlan, fn: Callable[..., Any], /, *args: Any, timeout: float | int = PATIENCE) -> Tree: ...
 
 
 @overload
 def init(
-    fn: Callable[..., Any], /, *args: Any, mesh: MeshLike, planner: Planner = auto_plan
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    mesh: MeshLike,
+    planner: Planner = auto_plan,
+    timeout: float | int = PATIENCE,
 ) -> tuple[Tree, ShardingPlan]: ...
 
 
-def init(first: Any, /, *args: Any, mesh: MeshLike | None = None, planner: Planner = auto_plan) -> Any:
+def init(
+    first: Any,
+    /,
+    *args: Any,
+    mesh: MeshLike | None = None,
+    planner: Planner = auto_plan,
+    timeout: float | int = PATIENCE,
+) -> Any:
     """Calls `fn(*args)` so that the tree it makes is born in its layout: nothing ever holds a whole copy.
 
     `fn` is compiled with the plan's layouts as those of its results, so each device computes its own pieces. The same
@@ -66,6 +80,7 @@ def init(first: Any, /, *args: Any, mesh: MeshLike | None = None, planner: Plann
     - `fn`: makes the tree: a model's class, a function, an optimizer's `init`.
     - `args`: its arguments, arrays or not. (For keyword arguments use `functools.partial`.)
     - `mesh`, `planner`: without a `plan`, what to make one with, from the shapes.
+    - `timeout`: seconds to wait for the other processes, if the mesh has several.
 
     **Returns:**
 
@@ -74,18 +89,21 @@ def init(first: Any, /, *args: Any, mesh: MeshLike | None = None, planner: Plann
     **Raises:**
 
     - `MismatchError`: the tree is not the one that was planned; says which leaves.
+    - `ProcessError`: the processes do not make the same tree from the same arguments, or one does not in time.
     - `ShardingError`: an argument lies on other devices than the plan's; says which.
     """
     if isinstance(first, ShardingPlan):
         if mesh is not None or not args:
             raise ShardingError("`init` takes a plan and a function, `init(plan, fn, *args)`; and then no `mesh`.")
         fn, *rest = args
-        return apply(first, fn(*rest)) if is_tracing() else _born(first, _trace(fn, tuple(rest)), tuple(rest))
+        if is_tracing():
+            return apply(first, fn(*rest))
+        return _born(first, _trace(fn, tuple(rest)), tuple(rest), timeout)
     if mesh is None:
         raise ShardingError("`init` needs a plan, `init(plan, fn, *args)`, or a `mesh` to make one for.")
     traced = _trace(first, args)
     plan = planner(traced.shape, mesh)
-    return (apply(plan, first(*args)) if is_tracing() else _born(plan, traced, args)), plan
+    return (apply(plan, first(*args)) if is_tracing() else _born(plan, traced, args, timeout)), plan
 
 
 def init_array(
@@ -157,11 +175,15 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Traced:
     return _Traced(program, inputs, shape, twins)
 
 
-def _born(plan: ShardingPlan, traced: _Traced, args: tuple[Any, ...]) -> Tree:
+def _born(plan: ShardingPlan, traced: _Traced, args: tuple[Any, ...], timeout: float | int) -> Tree:
     leaves, treedef = jtu.tree_flatten(traced.shape)
     order = match(plan, leaves, treedef)
     mesh = plan.build()
     check_devices(array_leaves(args), frozenset(mesh.devices.flat), "the plan's mesh")
+    if jax.process_count() > 1:
+        program = digest([eqn.primitive.name for eqn in traced.program.jaxpr.eqns])
+        facts = {"the plan": plan.fingerprint(), "the program": program, **argument_facts(args)}
+        agree_to("init", facts, mesh.devices.flat, timeout=timeout)
     targets = named_shardings(plan, mesh)
     sources = [_source(i, leaves, order, traced.twins, targets) for i in range(len(leaves))]
     results = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]

@@ -1,6 +1,7 @@
 """Moving concrete arrays; where other processes hold a part, each process places its own."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def put_all(arrays: list[Any], shardings: list[NamedSharding], *, donate: bool =
     if is_tracing():
         return jax.device_put(arrays, shardings, donate=donate)
     if jax.process_count() > 1 and not all(s.is_fully_addressable for s in shardings):
-        return [_put_part(x, s, donate) for x, s in zip(arrays, shardings)]
+        return _put_parts(arrays, shardings, donate)
     return jax.device_put(arrays, shardings, donate=donate)
 
 
@@ -105,10 +106,24 @@ def _guard() -> str | None:
     return jax.config.jax_transfer_guard_host_to_device  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _put_parts(arrays: list[Any], shardings: list[NamedSharding], donate: bool) -> list[Any]:
+    """Moves arrays between layouts over several processes, one at a time, each waited for.
+
+    Each such move is a program with collectives. On CPUs, programs that run at the same time share a pool of threads;
+    processes that fill it with different programs wait for each other forever.
+    """
+    if any(is_global(x) for x in arrays):
+        jax.block_until_ready(arrays)  # the programs that compute them may have collectives too
+    uses = Counter(id(x) for x in arrays)
+    return [jax.block_until_ready(_put_part(x, s, donate and uses[id(x)] == 1)) for x, s in zip(arrays, shardings)]
+
+
 def _put_part(x: Any, sharding: NamedSharding, donate: bool) -> jax.Array:
     if is_global(x):
         if not is_key(x):
-            return jax.device_put(x, sharding, donate=donate)
+            # Shards of another shape cannot take over the buffers: JAX would warn, and free nothing.
+            fits = x.sharding.shard_shape(x.shape) == sharding.shard_shape(x.shape)
+            return jax.device_put(x, sharding, donate=donate and fits)
         moved = jax.device_put(jax.random.key_data(x), sharding)  # of keys that are elsewhere, JAX moves the data only
         return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(x))
     if sharding.is_fully_addressable:

@@ -197,6 +197,54 @@ def applying():
         eqshard.check_processes(placed)
 
 
+def moving_tree(width):
+    """Eight MLPs and the state of Adam; numpy drew them."""
+    models = [mlp(width, width, 4 * width, 2) for _ in range(8)]
+    zeros = jax.tree.map(np.zeros_like, eqx.filter(models, eqx.is_array))
+    return {"model": models, "mu": zeros, "nu": jax.tree.map(np.copy, zeros), "step": np.zeros((), "int32")}
+
+
+def moving(moves=8, width=128):
+    """From layout to layout, many leaves at a time: JAX alone hangs at the first or second move."""
+    tree = moving_tree(width)
+    mesh = eqshard.MeshSpec(data=2, tp=4)
+    rules = [(r"layers\[[02]\].weight", P("tp")), (r"layers\[1\].weight", P(None, "tp")), (".*", P())]
+    plans = [
+        eqshard.fsdp_plan(tree, mesh, ("data", "tp")),
+        eqshard.rule_plan(tree, mesh, rules),
+        eqshard.replicated_plan(tree, mesh),
+        eqshard.auto_plan(tree, mesh),
+    ]
+    placed = eqshard.apply(plans[-1], tree)
+    for i in range(moves):
+        plan = plans[(i + i // 4) % 4]
+        placed = eqshard.apply(plan, placed, donate=i % 2 == 1)
+        assert eqshard.plan_of(placed).specs() == plan.specs()
+    same(eqx.filter(placed, eqx.is_array), eqx.filter(tree, eqx.is_array))
+
+
+def parted_ways():
+    """Processes that do different things are told, instead of waiting for each other forever."""
+    me = jax.process_index()
+    [mesh, _] = meshes(dp=8)
+    tree = {"w": np.ones((8, 8), "float32")}
+    plan = eqshard.replicated_plan(tree, mesh)
+    rows, columns = plan.at("w").set(P("dp")), plan.at("w").set(P(None, "dp"))
+    placed = eqshard.apply(rows, tree)
+    started = time.monotonic()
+    raises(eqshard.ProcessError, "process 1 differs", lambda: eqshard.apply(columns if me == 1 else plan, placed))
+    act = (lambda: eqshard.gather(placed, to="all")) if me == 1 else (lambda: eqshard.apply(plan, placed))
+    text = raises(eqshard.ProcessError, "process 1 differs", act)
+    assert "the next call is `gather(to='all')`, not `apply`" in text, text
+    make = lambda key: {"w": jax.random.normal(key, (8, 8))}
+    text = raises(eqshard.ProcessError, "argument", lambda: eqshard.init(rows, make, jax.random.key(me % 2)))
+    assert time.monotonic() - started < 20
+    if me == 1:
+        time.sleep(2.5)  # one step late
+    raises(eqshard.ProcessError, "did not reach", lambda: eqshard.apply(plan, placed, timeout=1))
+    same(eqshard.apply(columns, placed), tree)  # and goes on
+
+
 def named(tree):
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
@@ -344,6 +392,7 @@ CHECKS = {
         shares_of_a_crossing_model_axis,
         padding,
         applying,
+        parted_ways,
         differing_plans,
         mapping,
         prefetching,

@@ -29,6 +29,17 @@ def test_everything_in_processes(n, alone):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_many_leaves_move_between_layouts(n):
+    run_processes(process_checks.moving, n, 8 // n, args=(8, 64), timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_hundred_moves_between_layouts(n):
+    run_processes(process_checks.moving, n, 8 // n, args=(100, 128), timeout=600)
+
+
 @pytest.mark.parametrize(("n", "who", "where"), [(3, 1, "check"), (2, 1, "alone"), (2, 0, "collective")])
 def test_a_death_stops_the_others(n, who, where):
     """Within a minute, with an error; the heartbeat is told to `jax.distributed.initialize`."""

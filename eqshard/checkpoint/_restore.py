@@ -7,6 +7,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from .._agree import agree_to
 from .._apply import apply
 from .._errors import MismatchError
 from .._layout import plan_of
@@ -77,6 +78,7 @@ def restore(
 
     - `MismatchError`: leaves are missing, left over, or of another shape or dtype: it lists them.
     - `FormatError`: the checkpoint is damaged.
+    - `ProcessError`: the processes do not restore the same checkpoint, or one does not within five minutes.
     """
     stored = contents(path, step=step, prefix=prefix)
     return restore_contents(
@@ -114,6 +116,9 @@ def restore_contents(
     kept = [w for w in wanted if w.number not in found]
     if only is None:
         check_values(kept, f"not in the checkpoint {stored.where}")
+    if jax.process_count() > 1:
+        facts = {"the checkpoint": str(stored.where), "the plan": plan.fingerprint()}
+        agree_to("checkpoint.restore", facts, plan.build().devices.flat)
     bar = Progress("restoring", sum(map(local_bytes, jobs)), progress)
     try:
         for number, array in zip(numbers, read_arrays(jobs, bar)):

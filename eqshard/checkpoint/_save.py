@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .._agree import exchange
+from .._agree import agree_to, exchange
 from .._errors import ProcessError, ShardingError
 from .._layout import plan_of
 from .._plan import match, ShardingPlan
@@ -127,6 +127,7 @@ def save(
     - `ShardingError`: there is something at `path` already; a leaf has no value; the files cannot be written. The
         cause is kept, and nothing is left at `path`.
     - `MismatchError`: `plan` is not of this tree.
+    - `ProcessError`: the processes do not save the same arrays at the same path, or one does not within five minutes.
     """
     library("tensorstore")
     where = local_path(path)
@@ -138,6 +139,9 @@ def save(
     arrays, record = _contents(tree, plan)
     if step is not None:
         record["step"] = step
+    if jax.process_count() > 1:
+        facts = {"the path": str(where), "the plan": digest(record["plan"]), "the arrays": digest(sorted(arrays))}
+        agree_to("checkpoint.save", facts, jax.devices())
     folder = _begin(where)
     host = to_host(arrays, copy=not wait)
     nbytes = sum(x.nbytes for x in arrays.values())
