@@ -156,7 +156,7 @@ def test_a_directory_that_may_not_be_read(tmp_path):
     for path in (where, tmp_path / "b"):
         path.chmod(0)
     user = os.geteuid()
-    for path in (tmp_path, *list(tmp_path.parents)[:2]):
+    for path in (tmp_path, *(p for p in tmp_path.parents if "pytest-" in str(p))):
         path.chmod(0o755)
     try:
         if user == 0:

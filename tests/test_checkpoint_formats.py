@@ -86,7 +86,7 @@ def test_orbax_keys_scalars_and_text(tmp_path):
     write_orbax(tmp_path / "a", {"k": keys, "n": 3, "s": "text", "none": None, "np": np.arange(3), "f": jnp.ones(())})
     plan = plan_from_index(tmp_path / "a", MESH)
     assert {leaf.path: leaf.type for leaf in plan} == {
-        "['k']": "key<rbg>[4]", "['n']": "int64[]", "['np']": "int64[3]", "['f']": "float32[]",
+        "['k']": "key<rbg>[4]", "['n']": "int32[]", "['np']": "int32[3]", "['f']": "float32[]",
     }  # fmt: skip
     like = {"k": keys, "n": jnp.int32(0), "np": jnp.zeros(3, int), "f": jnp.zeros(())}
     want = {"k": keys, "n": jnp.int32(3), "np": jnp.arange(3), "f": jnp.ones(())}

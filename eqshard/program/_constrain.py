@@ -13,7 +13,7 @@ from jax.sharding import auto_axes, NamedSharding, PartitionSpec
 from .._apply import apply
 from .._errors import MismatchError
 from .._narrow import narrow_leaves, tree_paths
-from .._spec import check
+from .._spec import canonical, check
 from .._tree import is_array, struct_of
 from ._local import bind, clamped_starts, run_local
 from ._outline import refusal
@@ -100,19 +100,23 @@ class _Writer:
         places = Places(traced.jaxpr.jaxpr)
         inner = [(places.actual(path), side, slot, spec) for path, side, slot, spec in plan.inner]
         self.points: dict[tuple[tuple[int, ...], str, int], PartitionSpec] = {
-            (path, side, slot): spec for path, side, slot, spec in inner if path is not None
+            (path, side, slot): canonical(spec) for path, side, slot, spec in inner if path is not None
         }
         self.inside = {path[:n] for path, *_ in self.points for n in range(1, len(path) + 1)}
         self.mesh = _mesh(plan, arrays)
         self.sizes = dict(plan.mesh.shape)
 
     def put(self, x: Any, path: tuple[int, ...], side: str, slot: int) -> Any:
+        spec = self.point(jnp.shape(x), path, side, slot)
+        return x if spec is None else self.pin(x, spec)
+
+    def point(self, shape: tuple[int, ...], path: tuple[int, ...], side: str, slot: int) -> PartitionSpec | None:
+        """Returns the layout that the plan has for a value of this shape; None if it has none."""
         spec = self.points.get((path, side, slot))
-        if spec is None:
-            return x
-        place = f"layout {side} {slot} of equation {'.'.join(map(str, path))}" if path else f"{side} {slot}"
-        check(spec, jnp.shape(x), self.sizes, place)
-        return self.pin(x, spec)
+        if spec is not None:
+            place = f"layout {side} {slot} of equation {'.'.join(map(str, path))}" if path else f"{side} {slot}"
+            check(spec, shape, self.sizes, place)
+        return spec
 
     def run(self, closed: Any, args: list[Any]) -> list[Any]:
         args = [self.put(x, (), "arg", i) for i, x in enumerate(args)]
@@ -149,7 +153,7 @@ class _Writer:
         """Runs an equation that has a partition rule, sharded along independent dimensions only."""
         if eqn.primitive.name in ("dynamic_slice", "dynamic_update_slice"):
             ins = clamped_starts(eqn, ins)
-        outs = [self.points.get((path, "out", i)) for i in range(len(eqn.outvars))]
+        outs = [self.point(v.aval.shape, path, "out", i) for i, v in enumerate(eqn.outvars)]
         operands = [self.points.get((path, "way", i), self.points.get((path, "in", i))) for i in range(len(eqn.invars))]
         if not rule.local:
             ins = [self.restricted(x, spec, names, rule) for x, spec, names in zip(ins, operands, rule.ins)]
