@@ -105,7 +105,8 @@ def agree(
     if len(members) < jax.process_count():
         channel = f"{channel}/of/{'-'.join(map(str, members))}"
     told = exchange(channel, f"{what} {digest(facts)}", timeout, members)
-    missing = [i for i in members if told.get(i, _LEFT) == _LEFT]
+    # Those that came and stopped waiting are to blame only if everybody came.
+    missing = [i for i in members if i not in told] or [i for i in members if told[i] == _LEFT]
     if missing:
         raise ProcessError(
             f"{_processes(missing)} of {len(members)} did not reach the check of the {what} within "
