@@ -13,6 +13,7 @@ from ._auto import (
 from ._axes import PartitionAxis as PartitionAxis
 from ._chip import Chip as Chip, CHIPS as CHIPS
 from ._errors import (
+    DonatedError as DonatedError,
     DuplicateAxisError as DuplicateAxisError,
     FormatError as FormatError,
     IndivisibleError as IndivisibleError,

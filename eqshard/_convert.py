@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from ._errors import ShardingError, UnknownAxisError
+from ._errors import RankError, ShardingError, UnknownAxisError
 from ._mesh import MeshLike, MeshSpec
 from ._plan import LeafPlan, ShardingPlan
 from ._spec import entry_axes, Fit, fit_spec, GivenUp, shard_factor, spec_text, UNCONSTRAINED
@@ -90,6 +90,10 @@ class _Carrier:
         return f"from {spec_text(before)} on {self.old}{change}"
 
     def fit(self, spec: PartitionSpec, leaf: LeafPlan) -> Fit:
+        if len(spec) > len(leaf.shape):
+            raise RankError(
+                f"{spec_text(spec)} has {len(spec)} entries, but the leaf has {len(leaf.shape)} dimensions."
+            )
         key = spec, leaf.shape, leaf.dtype
         if key not in self.known:
             fit = self.same_layout(spec, leaf.shape)

@@ -42,5 +42,9 @@ class FormatError(ShardingError):
     """A file or dictionary is not what it says it is."""
 
 
+class DonatedError(ShardingError):
+    """An argument was donated to an earlier call, so its buffers are gone."""
+
+
 class ProcessError(ShardingError):
     """Processes that should agree do not, or one of them does not answer."""

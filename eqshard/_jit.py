@@ -11,11 +11,11 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from ._apply import apply
-from ._errors import MismatchError
+from ._errors import DonatedError, MismatchError
 from ._narrow import narrow_leaves, tree_paths
 from ._plan import match, named_shardings, ShardingPlan
 from ._stray import check_devices, is_placed
-from ._tree import is_array, path_name
+from ._tree import is_array, path_name, some
 
 
 Params = ParamSpec("Params")
@@ -69,6 +69,7 @@ def filter_jit(
 
     When called:
 
+    - `DonatedError`: an argument was donated to an earlier call; says which leaf.
     - `StrayError`: an argument lies on other devices than the plans' mesh; says which leaf.
     - `MismatchError`: an argument or result is not the one that was planned.
     """
@@ -100,6 +101,8 @@ class PlannedJit(Generic[Params, Result]):
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         given = self._bind(args, kwargs)
         flat = self._flat(*given)
+        if _any_deleted(flat):
+            self._raise_donated(*given)
         layouts = _layouts(flat)
         if layouts != self._seen:
             given = self._placed(*given)
@@ -205,9 +208,27 @@ class PlannedJit(Generic[Params, Result]):
             devices, whose = frozenset(placed[0][1].sharding.device_set), f"{placed[0][0]}"
         check_devices(named, devices, whose)
 
+    def _raise_donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = jtu.tree_flatten_with_path(({self._argument(i): x for i, x in enumerate(args)}, kwargs))[0]
+        gone = [path_name(path) for path, x in named if _is_concrete(type(x)) and x.is_deleted()]
+        raise DonatedError(
+            f"`{self._name}` was called with arrays that were donated to an earlier call: {some(gone, 5)}. To fix "
+            'this, use the result of that call instead, or pass `donate="none"` to it.'
+        )
+
     def _argument(self, i: int) -> str:
         names = list(self._signature.parameters)
         return f"argument {i}" + (f" `{names[i]}`" if i < len(names) else "")
+
+
+def _any_deleted(flat: tuple[list[Any], list[Any], Any, Any]) -> bool:
+    return any(x.is_deleted() for leaves in flat[:2] for x in leaves if _is_concrete(type(x)))
+
+
+@functools.cache
+def _is_concrete(kind: type) -> bool:
+    """Returns whether arrays of a type have buffers; asked of the type, since `isinstance` is slow for each leaf."""
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 
 def _layouts(flat: tuple[list[Any], list[Any], Any, Any]) -> list[Any]:

@@ -7,8 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from ._errors import MeshError
 from ._mesh import MeshSpec
 from ._spec import entries, entry_axes
+
+
+MOST_DEVICES = 2**20
 
 
 def dim_axes(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
@@ -79,5 +83,13 @@ def piece_numbers(names: tuple[str, ...], mesh: MeshSpec) -> np.ndarray:
 
 
 def device_count(mesh: MeshSpec) -> int:
-    """The devices of a mesh; an axis that is still open counts as one."""
-    return math.prod(max(size, 1) for size in mesh.sizes)
+    """Returns the number of devices of a mesh, to hold a number for each; an axis that is still open counts as one.
+
+    **Raises:**
+
+    - `MeshError`: there are more than 2**20: what is held for each device would not fit the memory.
+    """
+    count = math.prod(max(size, 1) for size in mesh.sizes)
+    if count > MOST_DEVICES:
+        raise MeshError(f"{mesh} has {count} devices; a report on each device can be made of at most {MOST_DEVICES}.")
+    return count

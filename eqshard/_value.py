@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -130,6 +131,19 @@ class Reader:
 def header(kind: str) -> dict[str, Any]:
     """The first fields of everything that `to_dict` writes."""
     return {"format": f"eqshard.{kind}", "version": VERSION}
+
+
+def finite_number(value: Any, where: str) -> float:
+    """`value` as a float, if it is a number that JSON can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise FormatError(f"{where}: expected a number, got {short(value)}.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise FormatError(f"{where}: expected a finite number, got {short(value)}.")
+    return number
 
 
 def whole_number(value: Any, where: str, least: int = 0, most: int = 2**63 - 1) -> int:

@@ -204,3 +204,12 @@ def test_explicit_and_auto_steps_agree(make_mesh):
         model = step(model)
     np.testing.assert_allclose(model.layers[2].weight, make().layers[2].weight / 8, rtol=1e-6)
     assert eqshard.specs_of(model).layers[0].weight == plan[".layers[0].weight"].spec != P()
+
+
+def test_an_argument_that_was_donated_is_named():
+    tree = {"a": jnp.ones(8), "b": jnp.ones(8)}
+    step = eqshard.filter_jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate="all")
+    out = step(tree)
+    with pytest.raises(eqshard.DonatedError, match=r"donated to an earlier call: .*argument 0 `tree`.*\['a'\]"):
+        step(tree)
+    assert float(step(out)["a"][0]) == 3

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from result_forms import FORMS, make_args, make_step
 from test_program_random import EAGER, random_program
 
 import eqshard
@@ -311,3 +312,13 @@ def test_random_programs_and_their_faults(seeds):
             missed += [seed] if all(c.ok for c in check(jax.tree.unflatten(treedef, leaves))) else []
     print(f"{len(seeds)} programs: {len(alarms)} false alarms {alarms}; {faults} faults, missed {missed}")
     assert not alarms and not missed and faults > len(seeds) // 2
+
+
+@pytest.mark.parametrize(
+    "name", [list(FORMS)[3], *(pytest.param(name, marks=pytest.mark.slow) for name in FORMS if name != list(FORMS)[3])]
+)
+def test_every_form_of_results(name):
+    form = FORMS[name]
+    mesh = eqshard.MeshSpec(data=2, tp=4)
+    plan = eqshard.step_plan(make_step(form), *make_args(form), mesh=mesh, objective="memory")
+    assert eqshard.verify(plan, make_step(form), *make_args(form), runs=4).ok

@@ -1,5 +1,6 @@
 """`my_model.py:make`: the user's file, run, and what it makes as shapes, so that any size costs nothing."""
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -59,7 +60,18 @@ def load_step(source: str, *, shapes: bool = True) -> Step:
             f"the step of {source} uses an array that was made there and is not among its arguments. Return it as one: "
             "return train_step, (model, that_array, batch)."
         )
-    return Step(made[0], tuple(made[1]), *made[2:])
+    return Step(_printing_to_stderr(made[0]), tuple(made[1]), *made[2:])
+
+
+def _printing_to_stderr(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn`, with what it prints on standard error: standard output is for the answer, which may be JSON."""
+
+    @functools.wraps(fn)
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.redirect_stdout(sys.stderr):
+            return fn(*args, **kwargs)
+
+    return quiet
 
 
 def _held(fn: Any) -> list[Any]:
@@ -140,7 +152,7 @@ def _module(file: str) -> Any:
 def _run(call: Callable[[], Any], source: str) -> Any:
     """What the user's code gives; what it raises, with the place in its file and without our frames."""
     try:
-        return call()
+        return _printing_to_stderr(call)()
     except UsageError:
         raise
     except (Exception, SystemExit) as error:

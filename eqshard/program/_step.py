@@ -13,7 +13,7 @@ from .._mesh import MeshSpec
 from .._plan import ShardingPlan
 from .._spec import spec_from_list, spec_to_list
 from .._tree import size_text
-from .._value import header, Reader, Value, whole_number
+from .._value import finite_number, header, Reader, Value, whole_number
 from ._outline import Outline
 
 
@@ -172,7 +172,7 @@ class StepPlan(Value):
         notes += (OLD,) if outline is None and OLD not in notes else ()
         return cls(
             mesh=MeshSpec.from_dict(read.get("mesh", Mapping)),
-            args=tuple(ShardingPlan.from_dict(plan) for plan in read.get("args", list)),
+            args=tuple(ShardingPlan.from_dict(_mapping(plan, "args")) for plan in read.get("args", list)),
             inner=tuple(inner),
             program=read.get("program", str),
             notes=notes,
@@ -182,14 +182,18 @@ class StepPlan(Value):
             costs=tuple(_cost(entry) for entry in read.get("costs", list, [])),
             dims=tuple(_dim(entry) for entry in read.get("dims", list, [])),
             alternatives=tuple(_alternative(entry) for entry in read.get("alternatives", list, [])),
-            **{n: float(read.get(n, (int, float))) for n in numbers},
+            **{n: finite_number(read.get(n, (int, float)), f"step: {n}") for n in numbers},
         )
 
 
-def _reader(entry: Any, what: str) -> Reader:
+def _mapping(entry: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(entry, Mapping):
         raise FormatError(f"step: `{what}` holds objects.")
-    return Reader(entry, f"step: {what}")
+    return entry
+
+
+def _reader(entry: Any, what: str) -> Reader:
+    return Reader(_mapping(entry, what), f"step: {what}")
 
 
 def _pairs(read: Reader, name: str) -> tuple[tuple[str, str], ...]:
@@ -203,7 +207,8 @@ def _pairs(read: Reader, name: str) -> tuple[tuple[str, str], ...]:
 
 def _cost(entry: Any) -> Cost:
     read = _reader(entry, "costs")
-    numbers = {n: float(read.get(n, (int, float))) for n in ("nbytes", "times", "seconds", "exposed_seconds")}
+    names = ("nbytes", "times", "seconds", "exposed_seconds")
+    numbers = {n: finite_number(read.get(n, (int, float)), f"step: costs: {n}") for n in names}
     return Cost(read.get("what", str), read.get("kind", str), read.strings("axes", ()), **numbers)
 
 
@@ -213,12 +218,12 @@ def _dim(entry: Any) -> Dim:
     for pair in read.get("axes", (list, tuple)):
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str)):
             raise FormatError("step: `axes` of a dimension holds [axis, share] pairs.")
-        axes.append((pair[0], float(pair[1])))
+        axes.append((pair[0], finite_number(pair[1], "step: share")))
     return Dim(read.get("what", str), whole_number(read.get("size", int), "step: size"), tuple(axes))
 
 
 def _alternative(entry: Any) -> Alternative:
     read = _reader(entry, "alternatives")
     seconds, nbytes = (read.get(n, (int, float, type(None))) for n in ("seconds", "bytes_per_device"))
-    optional = lambda x: None if x is None else float(x)
+    optional = lambda x: None if x is None else finite_number(x, "step: alternatives")
     return Alternative(read.get("name", str), optional(seconds), optional(nbytes), read.get("why", str))

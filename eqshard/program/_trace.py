@@ -87,10 +87,12 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
         for i, x in zip(dynamic, arrays):
             filled[i] = x
         out = fn(*jtu.tree_unflatten(treedef, filled))
-        result["leaves"], result["treedef"] = jtu.tree_flatten(out)
+        found, result["treedef"] = jtu.tree_flatten(out)
+        # Shapes only: tracers that outlive the trace are leaks.
+        result["leaves"] = [struct_of(x) if is_array(x) else x for x in found]
         result["paths"] = [path for path, _ in jtu.tree_flatten_with_path(out)[0]]
         result["tuple"] = isinstance(out, tuple) and not hasattr(out, "_fields")
-        return [x for x in result["leaves"] if is_array(x)]
+        return [x for x in found if is_array(x)]
 
     jaxpr = _unwrapped(jax.make_jaxpr(flat)(*(struct_of(leaves[i]) for i in dynamic)))
     numbers = [n for n, arg in enumerate(args) for _ in jtu.tree_leaves(arg)]
